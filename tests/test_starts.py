@@ -20,8 +20,8 @@ STARTS = (
 MAY_START = {
     "genesis/base/processes.py": {"subprocess.Popen", "subprocess.run", "os.fork"},
     "genesis/operations/supervise/launcher.py": {"os.fork"},  # of a process that `start_launcher` has started
+    "genesis_callbacks/checkpoint/forked_writer.py": {"os.fork"},
     "genesis_callbacks/checkpoint/writer_start.py": {"subprocess.Popen"},
-    "genesis_callbacks/testing.py": {"os.fork"},
 }
 """Children of multiprocessing are not here: it gives each of them an empty standard input."""
 MAY_OPEN = {

@@ -1,4 +1,4 @@
-"""A writer that is started before its trainer has imported torch."""
+"""A writer that is started before its trainer imports Lightning."""
 
 import os
 import select
@@ -13,11 +13,12 @@ from genesis_callbacks.checkpoint import writer_process
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.checkpoint.writer_start import start_writer
 
-TRAINER = """
-import sys
+FORK = """
+from genesis_callbacks.checkpoint.forked_writer import fork_writer
 from genesis_callbacks.checkpoint.writer_start import start_writer_early
-start_writer_early()
-assert "torch" not in sys.modules
+start_writer_early(fork_writer)
+"""
+TRAINER = f"""{FORK}
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.checkpoint.writer_start import start_writer
 from genesis_callbacks.checkpoint.writer_start import _early
@@ -30,16 +31,14 @@ for writer in (first, second):
     writer.close()
 print("both served")
 """
-UNUSED = """
-from genesis_callbacks.checkpoint.writer_start import start_writer_early
+UNUSED = f"""{FORK}
 from genesis_callbacks.checkpoint.writer_start import _early
-start_writer_early()
 print(_early[0].process.pid)
 """
 
 
 @pytest.mark.slow
-def test_the_first_fit_takes_the_writer_that_was_started_early_and_a_second_starts_its_own() -> None:
+def test_the_first_fit_takes_the_writer_that_was_forked_early_and_a_second_starts_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "both served\n"), done.stderr
 
@@ -53,8 +52,8 @@ def test_an_early_writer_that_no_fit_takes_ends_with_its_process() -> None:
 
 STARTS = """
 import os
-from genesis_callbacks.checkpoint.writer_start import start_writer_early, _early
-start_writer_early()
+from genesis_callbacks.checkpoint.writer_start import start_writer, start_writer_early, _early
+start_writer_early(start_writer)
 print(_early[0].process.pid, flush=True)
 input()
 os.kill(os.getpid(), 9)

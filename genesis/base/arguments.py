@@ -1,7 +1,9 @@
 """An argument parser that reports mistakes in one line."""
 
 import argparse
+import contextlib
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +45,30 @@ def read_size(text: object) -> Bytes:
         raise argparse.ArgumentTypeError(f"{str(text)!r} is no size: write it as 5GB, 512MiB or a number of bytes")
     number = found["number"]
     return Bytes(int(number) * unit if number.isdecimal() else int(float(number) * unit))
+
+
+class Gigabytes(float):
+    """An amount of memory in GB that a user gives, also as a text: `4`, `4GB`, `512MB`."""
+
+
+def read_gigabytes(text: object) -> Gigabytes:
+    """Returns the GB of a size, whose unit is GB where it has none.
+
+    Example:
+        >>> read_gigabytes("0.5"), read_gigabytes("512MB"), read_gigabytes("1GiB")
+        (0.5, 0.512, 1.073741824)
+
+    Raises:
+        argparse.ArgumentTypeError: It is no size.
+    """
+    try:
+        number = float(str(text))
+        if 0 <= number < math.inf:
+            return Gigabytes(number)
+    except ValueError:
+        with contextlib.suppress(argparse.ArgumentTypeError):
+            return Gigabytes(read_size(text) / 1e9)
+    raise argparse.ArgumentTypeError(f"{str(text)!r} is no size: write it as 0.5 (GB), 512MB or 512MiB")
 
 
 def read_path(text: str) -> Path:

@@ -15,6 +15,7 @@ COLUMNS: Final = 100
 """The width of recorded help."""
 
 _OPTION: Final = re.compile(r"(?P<name>--[\w.-]+)\+?(?: (?P<value>\[?\{(?P<choices>[^}\s]*)\}|[^\s,]+))?")
+_CHOICES: Final = re.compile(r"type: one of ((?:[\w.+-]+, )*[\w.+-]+)(?=\)| or |, default)")
 _NOT_SHOWN: Final = {"--help"}
 
 
@@ -36,13 +37,15 @@ def find_options(text: str) -> dict[str, list[str] | None]:
     Example:
         >>> find_options("options:\n  -v, --verbose\n  --kind {a,b}  one of two\n  --out FILE\n")
         {'--verbose': None, '--kind': ['a', 'b'], '--out': []}
+        >>> find_options("  --packing PACKING\n      How. (type: one of chunk,\n      pad or null, default: null)\n")
+        {'--packing': ['chunk', 'pad']}
     """
     found: dict[str, list[str] | None] = {}
-    for line in text.splitlines():
-        if re.match(r"  -", line):
-            names = line.strip().partition("  ")[0]
-            for option in _OPTION.finditer(names):
-                if option["name"] not in _NOT_SHOWN:
-                    choices = option["choices"].split(",") if option["choices"] else []
-                    found.setdefault(option["name"], choices if option["value"] else None)
+    for part in re.split(r"^  (?=-)", text, flags=re.MULTILINE)[1:]:
+        described = _CHOICES.search(" ".join(part.split()))
+        for option in _OPTION.finditer(re.split(r"  |\n", part)[0]):
+            if option["name"] not in _NOT_SHOWN:
+                choices = option["choices"].split(",") if option["choices"] else []
+                choices = choices or (described[1].split(", ") if described else [])
+                found.setdefault(option["name"], choices if option["value"] else None)
     return found

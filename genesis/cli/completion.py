@@ -1,6 +1,7 @@
 """`genesis completion`: prints a shell completion script, built from the table of commands."""
 
 import argparse
+import re
 
 import shtab
 
@@ -28,7 +29,13 @@ def _parser_of_commands() -> argparse.ArgumentParser:
             leaf = groups[first].add_parser(second, help=command.summary)
         for name, choices in options[command.name].items():
             _add_option(leaf, name, choices)
+        if command.name not in groups:
+            _complete_files(leaf.add_argument("path", nargs="*", help=" "))
     return parser
+
+
+def _complete_files(action: argparse.Action) -> None:
+    action.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, choices: list[str] | None) -> None:
@@ -37,12 +44,15 @@ def _add_option(parser: argparse.ArgumentParser, name: str, choices: list[str] |
         return
     option = parser.add_argument(name, choices=choices or None, help=" ")
     if not choices:
-        option.complete = shtab.FILE  # type: ignore[attr-defined]
+        _complete_files(option)
 
 
 def main(argv: list[str]) -> int:
     """Prints a completion script; `source <(genesis completion bash)` activates it."""
     parser = Parser("genesis completion", description=main.__doc__)
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
-    print(shtab.complete(_parser_of_commands(), parser.parse_args(argv).shell))
+    script = shtab.complete(_parser_of_commands(), parser.parse_args(argv).shell)
+    # Of bash's own completion of files, a directory has a slash after it, and no space as here.
+    script = re.sub(r"^(\w+_COMPGEN=)_shtab_compgen_files$", r"\1", script, flags=re.MULTILINE)
+    print(script.replace("complete -o bashdefault", "complete -o bashdefault -o default"))
     return 0

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from genesis.base.arguments import Bytes
+from genesis.base.arguments import Bytes, Gigabytes
 
 _WORDS: Final = {
     bool: ("true or false", "true or false"),
@@ -21,6 +21,7 @@ _WORDS: Final = {
     str: ("text", "texts"),
     Path: ("path", "paths"),
     Bytes: ("size as 5GB", "sizes"),
+    Gigabytes: ("number of GB, or size as 512MB", "sizes"),
     timedelta: ("duration", "durations"),
     Any: ("any value", "values"),
     NoneType: ("null", "null"),
@@ -74,7 +75,7 @@ def describe_type(hint: Any, *, is_plural: bool = False) -> str:
             kinds.pop(_WORDS[int][is_plural], None)
         return " or ".join(sorted(kinds, key="null".__eq__))
     if origin is Literal:
-        return f"{'' if is_plural else 'one of '}{', '.join(map(str, inner))}"
+        return f"{'' if is_plural else 'one of '}{', '.join(dict.fromkeys(map(str, inner)))}"
     if origin is None or not inner or origin.__name__ == "Callable":
         return _describe_class(origin or hint, is_plural=is_plural)
     if issubclass(origin, Mapping):

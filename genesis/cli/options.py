@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, _loaders_dumpers, get_loader, set_dumper, set_loader
 from jsonargparse.typing import register_type
 
-from genesis.base.arguments import Bytes, read_path, read_size
+from genesis.base.arguments import Bytes, Gigabytes, read_gigabytes, read_path, read_size
 from genesis.base.errors import UserError
 from genesis.cli.help import PlainParser
 from genesis.cli.import_gate import guard_imports
@@ -30,22 +30,15 @@ PLAIN_WIDTH = 120
 
 # For every parser of jsonargparse, that of `genesis fit` included.
 guard_imports()
-register_type(
-    Path,
-    str,
-    read_path,
-    deserializer_exceptions=ArgumentTypeError,
-    type_check=isinstance,
-    fail_already_registered=False,
-)
-register_type(
-    Bytes,
-    int,
-    read_size,
-    deserializer_exceptions=ArgumentTypeError,
-    type_check=isinstance,
-    fail_already_registered=False,
-)
+for _kind, _write, _read in ((Path, str, read_path), (Bytes, int, read_size), (Gigabytes, float, read_gigabytes)):
+    register_type(
+        _kind,
+        _write,
+        _read,
+        deserializer_exceptions=ArgumentTypeError,
+        type_check=isinstance,
+        fail_already_registered=False,
+    )
 
 
 _load_yaml: Final = get_loader("yaml")
@@ -120,8 +113,9 @@ _CHOICES = re.compile(
 )
 """The text of jsonargparse about a value that is none of an option's choices."""
 _EMPTY_PATH = re.compile(
-    r'Parser key "(?P<key>[^"]+)": .*Not of type (?:Path|Bytes): '
-    r"(?P<reason>the path is empty: give a path|.* is no size: write it as 5GB, 512MiB or a number of bytes).*"
+    r'Parser key "(?P<key>[^"]+)": .*Not of type (?:Path|Bytes|Gigabytes): '
+    r"(?P<reason>the path is empty: give a path|.* is no size: write it as (?:5GB, 512MiB or a number of bytes|"
+    r"0.5 \(GB\), 512MB or 512MiB)).*"
 )
 """The text of jsonargparse about an empty path or a size, of which an option may have several types."""
 

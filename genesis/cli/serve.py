@@ -1,8 +1,5 @@
 """`genesis serve`."""
 
-import argparse
-import contextlib
-import math
 import os
 import signal
 from dataclasses import replace
@@ -10,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from genesis.base.arguments import Parser, read_size
+from genesis.base.arguments import Parser, read_gigabytes
 from genesis.base.available_memory import available_memory
 from genesis.base.device import is_host
 from genesis.base.errors import UserError, numbered
@@ -46,7 +43,7 @@ def main(argv: list[str]) -> int:
         max_models=_count_models(arguments.max_models, len(adapters)),
         max_request_seconds=arguments.max_request_seconds,
         max_write_seconds=arguments.max_write_seconds,
-        prefix_bytes=arguments.prefix_cache_gb,
+        prefix_bytes=round(arguments.prefix_cache_gb * 1e9),
     )
     device, dtype = read_device(arguments)
     catalogue = Catalogue(arguments.model, adapters)
@@ -111,24 +108,6 @@ def _read_adapters(values: list[str]) -> dict[str, Path]:
             raise UserError(f"--adapter has the name {name!r} twice: give another one")
         adapters[name] = Path(path)
     return adapters
-
-
-def _read_gigabytes(text: str) -> int:
-    """Returns the bytes of a size, whose unit is GB where it has none.
-
-    >>> _read_gigabytes("0.5"), _read_gigabytes("512MiB")
-    (500000000, 536870912)
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if math.isnan(number):
-        with contextlib.suppress(argparse.ArgumentTypeError):
-            return read_size(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 0.5 (GB), 512MB or 512MiB")
-    return int(number * 1e9)
 
 
 def _count_models(given: int | None, num_adapters: int) -> int:
@@ -214,8 +193,8 @@ def _build_parser() -> Parser:
     )
     add(
         "--prefix_cache_gb",
-        type=_read_gigabytes,
-        default=limits.prefix_bytes,
+        type=read_gigabytes,
+        default=limits.prefix_bytes / 1e9,
         help="memory in GB, or as 512MB, for computed beginnings of prompts, which prompts with the same beginning "
         f"use; each of --max_models has an equal share; default {limits.prefix_bytes / 1e9:g}; 0 computes all prompts",
     )

@@ -1,8 +1,8 @@
-"""The first acts of a fit, before Lightning is imported: it starts the writer of checkpoints and imports torchmetrics.
+"""The first acts of a fit, before Lightning is imported: it forks the writer of checkpoints and imports torchmetrics.
 
-The writer then imports torch beside this process. Lightning imports torchmetrics, which imports SciPy, transformers and
-Matplotlib wherever they are installed: a third of the time that a fit takes to its first step. No metric of genesis
-needs them.
+The writer and this process then share one import of torch. Lightning imports torchmetrics, which imports SciPy,
+transformers and Matplotlib wherever they are installed: a third of the time that a fit takes to its first step. No
+metric of genesis needs them.
 """
 
 import importlib
@@ -37,10 +37,10 @@ class _Requirement(requirements.RequirementCache):
 
 
 def begin_fit(arguments: Sequence[str]) -> None:
-    """Starts the writer, unless the arguments or recipes show that the fit needs none, and imports torchmetrics."""
-    # In a process that has imported torch, as a launcher's fork, writers are forked or start soon enough.
+    """Forks the writer, unless the arguments or recipes show that the fit needs none, and imports torchmetrics."""
+    # A process that has imported torch before may have used it; only before that is a fork safe.
     if "torch" not in sys.modules and not any(_NO_WRITER.search(text) for text in _read_all(arguments)):
-        start_writer_early()
+        start_writer_early(importlib.import_module("genesis_callbacks.checkpoint.forked_writer").fork_writer)
     import_torchmetrics(arguments)
 
 

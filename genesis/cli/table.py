@@ -15,6 +15,7 @@ from genesis.base.errors import UserError
 from genesis.cli.command_record import read_record
 
 HELP: Final = frozenset({"-h", "--help"})
+_OURS: Final = ("genesis", "genesis_callbacks")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Command:
             target = next((self.target_of[option] for option in self.target_of if option in given), self.target)
             main: Callable[[list[str]], int] = _find(target)
         except ImportError as error:
-            if self.extra is None:
+            if self.extra is None or (error.name or "").partition(".")[0] in _OURS:
                 raise
             if given & HELP:
                 return self._print_recorded_help

@@ -5,6 +5,7 @@ the windows that it overlaps.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from genesis.base.errors import UserError
 
@@ -12,17 +13,17 @@ Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 
 
-def read_ranges(given: Sequence[Sequence[int]] | None) -> Ranges:
+def read_ranges(given: Sequence[Any] | None) -> Ranges:
     """Returns the ranges of `data.skip_positions`, in order and without overlaps.
 
     Raises:
         UserError: An entry is not two positions, the first below the second.
     """
     for entry in given or ():
-        is_pair = len(entry) == 2 and all(isinstance(value, int) and value >= 0 for value in entry)
-        if not is_pair or entry[0] >= entry[1]:
+        is_pair = isinstance(entry, list | tuple) and len(entry) == 2
+        if not is_pair or not all(type(value) is int and value >= 0 for value in entry) or entry[0] >= entry[1]:
             raise UserError(
-                f"data.skip_positions has the entry {list(entry)}: give [FIRST, STOP], the first position to skip and "
+                f"data.skip_positions has the entry {entry!r}: give [FIRST, STOP], the first position to skip and "
                 "the one after the last, such as [96, 128]"
             )
     return merge(((first, stop) for first, stop in given or ()), ())

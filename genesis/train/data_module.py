@@ -112,7 +112,8 @@ class CorpusDataModule(pl.LightningDataModule):
         verify_hashes: VerifyHashes = "first_touch",
         tokenizer_hash: str | None = None,
         prompts: PromptOptions | None = None,
-        skip_positions: list[list[int]] | None = None,
+        # Without the type of its entries: for each entry jsonargparse copies the whole list.
+        skip_positions: list | None = None,  # type: ignore[type-arg]
         num_tokens: int | None = None,
     ) -> None:
         super().__init__()

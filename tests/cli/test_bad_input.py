@@ -103,7 +103,7 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
             "{web: much}",
             ("data.mix is {'web': 'much'}: give a mapping of names to whole numbers or null",),
         ),
-        ("--data.skip_positions", "[[a]]", ("is [['a']]: give a list of lists of whole numbers or null",)),
+        ("--data.skip_positions", "[[a]]", ("has the entry ['a']: give [FIRST, STOP]",)),
         ("--model.objective", "dop", ("model.objective is 'dop': give the options of Objective or null",)),
         ("--checkpoint.every_n_steps", "often", ("every_n_steps is 'often': give a whole number or null",)),
         ("--trainer.strategy", "shraded", ("shraded",)),

@@ -39,6 +39,9 @@ SCONTROL = "#!/bin/bash\necho here\n"
 SQUEUE = '#!/bin/bash\n[ -e "$FAKE_SLURM.running" ] && echo 101\nexit 0\n'
 
 
+SLURM = ("--executor", "slurm", "--slurm.partition", "cpu", "--slurm.time", "00:10:00")
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "web.jsonl", [*TEXTS, TEXTS[2], "short"])
@@ -124,6 +127,11 @@ def test_a_mistaken_stage_is_one_line_that_names_it(stage: dict[str, object], me
         (("--executor", "dask"), "choose from local, slurm, ray"),
         (("--executor", "slurm"), "executor slurm needs slurm.partition"),
         (("--executor", "slurm", "--slurm.partition", "cpu"), "executor slurm needs slurm.time"),
+        ((*SLURM, "--slurm.mem_per_cpu_gb", "512MB"), "slurm.mem_per_cpu_gb is 0.512: Slurm takes whole GB"),
+        (
+            ("--ray.mem_per_cpu_gb", "much"),
+            "ray.mem_per_cpu_gb: 'much' is no size: write it as 0.5 (GB), 512MB or 512MiB",
+        ),
         (("--tokenizer", "nowhere"), "cannot read the tokenizer nowhere"),
         (("--sources", "[{name: web, paths: [nowhere]}]"), "no such file: nowhere"),
     ],
@@ -162,7 +170,7 @@ def test_without_datatrove_the_command_names_the_extra() -> None:
 def test_slurm_jobs_wait_for_each_other_and_make_the_same_result(
     recipe: Path, slurm: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--executor", "slurm", "--slurm.partition", "cpu", "--slurm.time", "00:10:00", "--tasks", "1"]
+    asked = [*SLURM, "--tasks", "1", "--slurm.mem_per_cpu_gb", "4GB"]
     arguments = ["data", "clean", "--config", str(recipe), *asked]
     assert main(arguments) == 0
     assert "submitted Slurm jobs 100, 102, 104, 106; " in capfd.readouterr().out
@@ -177,6 +185,7 @@ def test_slurm_jobs_wait_for_each_other_and_make_the_same_result(
     script = (tmp_path / "out" / ".clean" / "logs" / "text" / "launch_script.slurm").read_text()
     assert "#SBATCH --partition=cpu\n" in script
     assert "#SBATCH --time=00:10:00\n" in script
+    assert "#SBATCH --mem-per-cpu=4G\n" in script
     assert main(arguments) == 0  # the jobs are done: nothing is submitted
     shown = capfd.readouterr().out
     assert len(slurm.read_text().splitlines()) == len(jobs)
@@ -202,7 +211,7 @@ def test_slurm_jobs_that_run_are_not_submitted_again(
 
 def test_without_sbatch_the_line_says_so(recipe: Path, genesis: Genesis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    asked = ["--executor", "slurm", "--slurm.partition", "cpu", "--slurm.time", "00:10:00"]
+    asked = list(SLURM)
     outcome = genesis("data", "clean", "--config", str(recipe), *asked)
     assert outcome.err == "genesis: error: executor slurm needs the command sbatch; run this where jobs are submitted\n"
     (recipe.parent / "out" / ".clean" / "jobs.json").write_text(json.dumps(["101"]))

@@ -26,6 +26,11 @@ def test_the_script_names_every_command(shell: str, genesis: Genesis) -> None:
         (["export", "--dtype", "f"], ["float32", "float16"]),
         (["export", "--best", "--ad"], ["--adapter"]),
         (["mirror", "restore", "--ban"], ["--bandwidth"]),
+        (["fit", "--data.packing", "p"], ["pad"]),
+        # No answer: bash completes the names of files, with a slash after those of directories.
+        (["generate", "t"], []),
+        (["mirror", "t"], []),
+        (["fit", "--config", "t"], []),
     ],
     ids=" ".join,
 )
@@ -34,3 +39,4 @@ def test_bash_completes_commands_options_and_choices(words: list[str], answers: 
     ask = f"COMP_WORDS=(genesis {' '.join(words)}) COMP_CWORD={len(words)}; _shtab_genesis; echo ${{COMPREPLY[@]}}"
     answer = subprocess.run(["bash", "-c", f"{script}\n{ask}"], check=True, capture_output=True, text=True)
     assert answer.stdout.split() == answers
+    assert "complete -o bashdefault -o default -F _shtab_genesis genesis" in script

@@ -283,11 +283,16 @@ def test_our_own_mistakes_keep_their_traceback(error: Exception, monkeypatch: py
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, genesis: Genesis) -> None:
-    command = Command("export", "", "genesis.not_there:main", extra="hub")
+    command = Command("export", "", "not_there:main", extra="hub")
     monkeypatch.setattr(main_module, "COMMANDS", (command,))
     outcome = genesis("export")
     assert outcome.status == 2
     assert "pip install 'genesis-lm[hub]'" in outcome.err
+
+
+def test_a_module_of_ours_that_is_missing_is_no_missing_extra() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"genesis\.not_there"):
+        Command("export", "", "genesis.not_there:main", extra="hub").load()
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.extra], ids=lambda each: each.name)

@@ -1,6 +1,9 @@
 """The imports of a fit before those of Lightning: packages for other metrics are left out, unless others need them."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,22 @@ def test_no_writer_starts_early_for_a_fit_that_has_none(text: str, expected: boo
 def test_a_fit_imports_no_packages_for_metrics_of_others() -> None:
     program = "from genesis.cli.start_fit import import_torchmetrics\nimport_torchmetrics([])\nimport genesis.cli.fit"
     assert not {"google.protobuf", "matplotlib", "regex", "scipy", "transformers"} & modules_after(program)
+
+
+@pytest.mark.slow
+def test_a_fit_forks_its_writer_which_is_found_as_one_and_need_not_import_torch() -> None:
+    program = """
+import os, sys
+from genesis.base.processes import Mark, find_kind, find_processes
+from genesis.cli.start_fit import begin_fit
+begin_fit([])
+from genesis_callbacks.checkpoint.forked_writer import ForkedWriter
+from genesis_callbacks.checkpoint.writer_process import WriterProcess
+writer = WriterProcess()
+writer.wait_ready()
+assert isinstance(writer._process, ForkedWriter)
+print([find_kind(process) for process in find_processes(Mark("WRITER_OF", "this")) if process.pid != os.getpid()])
+"""
+    environment = {**os.environ, "WRITER_OF": "this"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "['writer']\n"

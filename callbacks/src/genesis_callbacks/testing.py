@@ -8,15 +8,8 @@ imports, too.
 import gc
 import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context, set_start_method
@@ -27,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checkpoint import writer, writer_process, writer_start
+from .checkpoint import writer_process
+from .checkpoint.forked_writer import fork_writer
 
 __all__ = ["fork_writers", "preload", "run_ranks"]
 
@@ -43,7 +37,6 @@ _PRELOADED = [
     "genesis_callbacks.testing",
 ]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
-_WRITER_POLL_SECONDS = 0.005
 _start_real_writer = writer_process.start_writer
 
 
@@ -56,11 +49,6 @@ def preload(*modules: str) -> None:
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *modules])
 
 
-_OWN_NAME = Path("/proc/self/comm")
-_WRITER_NAME = "genesis-writer"
-"""The name by which Genesis recognises a forked writer."""
-
-
 def fork_writers(is_on: bool = True) -> None:
     """Lets trainers fork their writer processes instead of starting them: in this process, and on ranks started later.
 
@@ -68,63 +56,7 @@ def fork_writers(is_on: bool = True) -> None:
     own with no descriptor but its channel; only its command line is its trainer's. Where a test is about the start
     of a writer, or about its command line, turn this off.
     """
-    writer_process.start_writer = _fork_writer if is_on else _start_real_writer
-
-
-class _ForkedWriter:
-    """A forked child with the methods of `subprocess.Popen` that `WriterProcess` uses."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._lock = threading.Lock()
-
-    def poll(self) -> int | None:
-        with self._lock:
-            if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline_seconds = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline_seconds is not None and time.monotonic() > deadline_seconds:
-                raise subprocess.TimeoutExpired("writer", timeout or 0.0)
-            time.sleep(_WRITER_POLL_SECONDS)
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-def _fork_writer(end: socket.socket) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # from Python 3.12 on
-        ready, tell = os.pipe()
-        pid = os.fork()
-    if pid:
-        os.close(tell)
-        os.read(ready, 1)  # until the child has its own session, as a process of `Popen` has when that returns
-        os.close(ready)
-        return _ForkedWriter(pid)
-    try:
-        gc.freeze()  # the trainer's objects are not this process's garbage: it need not copy their pages
-        os.setsid()
-        if _OWN_NAME.exists():  # its command line is that of the rank, which it outlives for the save in hand
-            _OWN_NAME.write_text(_WRITER_NAME, encoding="ascii")
-        os.write(tell, b"1")
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(end.fileno(), 3)  # then close the rest: a copy of the trainer's channel would hide the trainer's death
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        os.environ.update(writer_start.writer_environment())
-        sys.argv[1:] = ["3"]
-        writer.main()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)  # this process must never continue as the trainer from which it was forked
+    writer_process.start_writer = fork_writer if is_on else _start_real_writer
 
 
 def _serve_rank(
@@ -178,7 +110,7 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             store = str(Path(directory) / "store")
-            forks_writers = writer_process.start_writer is _fork_writer
+            forks_writers = writer_process.start_writer is fork_writer
             process = _CONTEXT.Process(
                 target=_serve_rank, args=(rank, world_size, store, theirs, forks_writers, function, arguments)
             )

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
@@ -25,6 +25,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 from tqdm import tqdm
 
+from genesis.base.arguments import Gigabytes
 from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker, run_program, serve_pipe, without_input
 from genesis.base.progress import Stage
@@ -32,6 +33,7 @@ from genesis_callbacks.base.locks import lock_file, open_lock
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_text
 
 Executor = Literal["local", "slurm", "ray"]
+_MEMORY: Final = Gigabytes(2)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class SlurmOptions:
         time: Limit of a job, as "04:00:00".
         workers: Tasks that run at the same time; -1 for no limit.
         cpus_per_task: Cores of a task.
-        mem_per_cpu_gb: Memory per core in GB.
+        mem_per_cpu_gb: Memory per core, in whole GB.
         tasks_per_job: Tasks that one job of the array runs, one after another.
         qos: Quality of service.
         env_command: Shell command that makes `genesis` and datatrove's commands available on a node, as
@@ -91,7 +93,7 @@ class SlurmOptions:
     time: str = ""
     workers: int = -1
     cpus_per_task: int = 1
-    mem_per_cpu_gb: int = 2
+    mem_per_cpu_gb: Gigabytes = _MEMORY
     tasks_per_job: int = 1
     qos: str = "normal"
     env_command: str | None = None
@@ -112,18 +114,20 @@ class RayOptions:
 
     workers: int = -1
     cpus_per_task: int = 1
-    mem_per_cpu_gb: float = 2
+    mem_per_cpu_gb: Gigabytes = _MEMORY
 
 
 def check_slurm(options: SlurmOptions) -> None:
     """Checks the options that Slurm requires, before any job is submitted.
 
     Raises:
-        UserError: No partition or no time is given.
+        UserError: No partition or no time is given, or a part of a GB.
     """
     for name in ("partition", "time"):
         if not getattr(options, name):
             raise UserError(f"executor slurm needs slurm.{name}")
+    if not options.mem_per_cpu_gb.is_integer():
+        raise UserError(f"slurm.mem_per_cpu_gb is {options.mem_per_cpu_gb:g}: Slurm takes whole GB, such as 4GB")
 
 
 def check_ray() -> None:
@@ -223,7 +227,7 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
             job_name=f"clean-{phase.name}",
             logging_dir=str(logs / phase.name),
             depends=executors[-1] if executors else None,
-            **asdict(options),
+            **{**asdict(options), "mem_per_cpu_gb": int(options.mem_per_cpu_gb)},
         )
         executors.append(executor)
     try:

@@ -196,7 +196,8 @@ def shorten(text: str) -> str:
 
 def find_restarts(run: Run) -> list[int]:
     """Returns the steps from which the run continued after an end of an earlier attempt."""
-    return sorted({event.step for event in run.events if event.kind == "restored" and event.step is not None})
+    own = (event for event in run.events if event.kind == "restored" and "/" not in (event.checkpoint or ""))
+    return sorted({event.step for event in own if event.step is not None})  # another run's is where this one began
 
 
 def _draw_restarts(axes: Axes, number: int, run: Run, palette: Palette) -> None:

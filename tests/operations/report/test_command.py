@@ -18,7 +18,7 @@ from genesis.base.determinism import UNREPEATABLE
 from genesis.base.errors import UserError
 from genesis.cli.report import main
 from genesis.operations.report import page
-from genesis.operations.report.charts import CHARTS, plan_lines
+from genesis.operations.report.charts import CHARTS, find_restarts, plan_lines
 from genesis.operations.report.collect import collect_runs
 from genesis.operations.report.history import find_attempts
 from genesis.operations.report.memory import plan_memory
@@ -322,3 +322,11 @@ def test_a_link_in_the_place_of_the_page_is_replaced_and_what_it_leads_to_stays(
     assert main([str(run)]) == 0
     assert other.read_text() == "mine"
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_start_from_the_checkpoint_of_another_run_is_not_drawn_as_a_resume(run: Path) -> None:
+    base = Event("restored", BEGIN_SECONDS, 0.0, 0, step=0, checkpoint="../../base/checkpoints/step-00000000")
+    with RunDirectory(run).event_file(0).open("ab") as file:
+        file.write(encode_event(base))
+    (found,) = collect_runs([run])
+    assert find_restarts(found) == [10]

@@ -6,32 +6,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 from ..base.checkpoint_errors import SaveFailedError
 from .job import Outcome, WriteJob, hold_staging
 from .stage import SharedBuffer
-from .writer_start import Channel, signals_blocked, take_early_writer
-from .writer_start import start_writer as start_writer  # `start_writers_by` replaces it
+from .writer_start import Channel, StartedWriter, signals_blocked, take_early_writer
+from .writer_start import start_writer as _start_program
+
+start_writer: Callable[[socket.socket], StartedWriter] = _start_program
+"""Starts a writer that serves an end of a channel; `start_writers_by` replaces it."""
 
 _START_SECONDS = 180.0
 _QUIET_SECONDS = 20.0
 _END_SECONDS = 5.0
-
-
-class StartedWriter(Protocol):
-    """A running writer, with the part of `subprocess.Popen` that `WriterProcess` uses."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Returns the exit status, negative for a signal; None while the writer runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the exit status; raises `subprocess.TimeoutExpired` after the limit."""
-
-    def kill(self) -> None:
-        """Sends SIGKILL, unless the writer has ended."""
 
 
 def start_writers_by(start: Callable[[socket.socket], StartedWriter]) -> None:
@@ -40,7 +27,7 @@ def start_writers_by(start: Callable[[socket.socket], StartedWriter]) -> None:
     A launcher that has imported torch can fork them, so that no save waits for imports.
     """
     global start_writer
-    start_writer = start  # type: ignore[assignment]
+    start_writer = start
 
 
 class WriterProcess:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 READY = "ready"
 """A writer's first message."""
@@ -174,24 +174,36 @@ def watch_channel_itself(end: socket.socket) -> None:
     fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
+class StartedWriter(Protocol):
+    """A running writer, with the part of `subprocess.Popen` that `WriterProcess` uses."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Returns the exit status, negative for a signal; None while the writer runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the exit status; raises `subprocess.TimeoutExpired` after the limit."""
+
+    def kill(self) -> None:
+        """Sends SIGKILL, unless the writer has ended."""
+
+
 class EarlyWriter(NamedTuple):
     """A writer that has no trainer yet, and the trainer's end of its channel."""
 
     end: socket.socket
-    process: subprocess.Popen[bytes]
+    process: StartedWriter
 
 
 _early: list[EarlyWriter] = []
 
 
-def start_writer_early() -> None:
-    """Starts the writer that the first fit of this process takes, so that it imports torch beside this process.
-
-    If no fit takes it, it ends with this process.
-    """
+def start_writer_early(start: Callable[[socket.socket], StartedWriter]) -> None:
+    """Starts the writer that the first fit of this process takes; if none takes it, it ends with this process."""
     ours, theirs = socket.socketpair()
     with theirs, signals_blocked():
-        _early.append(EarlyWriter(ours, start_writer(theirs)))
+        _early.append(EarlyWriter(ours, start(theirs)))
 
 
 def take_early_writer() -> EarlyWriter | None:
