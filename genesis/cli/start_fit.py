@@ -15,7 +15,7 @@ from typing import Final
 import lightning_utilities.core.imports as requirements
 
 from genesis_callbacks.base.untrusted import read_text
-from genesis_callbacks.checkpoint.writer_start import start_writer_early
+from genesis_callbacks.checkpoint.writer_start import start_writer, start_writer_early
 
 _HIDDEN: Final = frozenset({"matplotlib", "regex", "scipy", "transformers"})
 _NAME: Final = re.compile(r"[\w-]+")
@@ -38,9 +38,12 @@ class _Requirement(requirements.RequirementCache):
 
 def begin_fit(arguments: Sequence[str]) -> None:
     """Forks the writer, unless the arguments or recipes show that the fit needs none, and imports torchmetrics."""
-    # A process that has imported torch before may have used it; only before that is a fork safe.
+    # A process that has imported torch before may have used it; only before that, and on Linux, is a fork safe.
     if "torch" not in sys.modules and not any(_NO_WRITER.search(text) for text in _read_all(arguments)):
-        start_writer_early(importlib.import_module("genesis_callbacks.checkpoint.forked_writer").fork_writer)
+        start = start_writer
+        if sys.platform == "linux":
+            start = importlib.import_module("genesis_callbacks.checkpoint.forked_writer").fork_writer
+        start_writer_early(start)
     import_torchmetrics(arguments)
 
 

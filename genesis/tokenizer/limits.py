@@ -30,7 +30,8 @@ _STEPS: Final = (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers
 _RUN_CHARS: Final = 1_000
 _MAX_CHARSMAP_BYTES: Final = 64
 """The longest text, in bytes, for one character in the normaliser of SentencePiece; Unicode's longest has 33."""
-_SPANNING: Final = re.compile(r"[A-Za-z][ \n]")
+_SPANNING: Final = re.compile(r"[A-Za-z](?:[ \n]|$)")
+"""An added token across the place of a cut, or one that may take the white space after it, if it has `rstrip`."""
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIX: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
