@@ -19,6 +19,7 @@ from genesis_callbacks.checkpoint import find_latest, list_committed, verify
 from genesis_callbacks.testing import run_ranks
 
 WORLD_SIZES = {"single": 1, "ddp": 2, "fsdp2": 2}
+SLOW_EACH = [pytest.mark.slow, pytest.mark.each]
 
 
 class Boring(BoringModel):
@@ -111,10 +112,13 @@ def names_in(run_dir: Path) -> list[str]:
     return [path.name for path, _ in list_committed(run_dir)]
 
 
-@pytest.mark.each
-@pytest.mark.parametrize("is_manual", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "strategy", [name if name == "single" else pytest.param(name, marks=pytest.mark.slow) for name in WORLD_SIZES]
+    ("strategy", "is_manual"),
+    [
+        ("single", False),
+        *(pytest.param(*case, marks=SLOW_EACH) for case in (("ddp", True), ("fsdp2", False))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("single", True), ("ddp", False), ("fsdp2", True))),
+    ],
 )
 def test_a_plain_project_climbs_the_ladder(tmp_path, strategy, is_manual):
     """Saves, is killed, resumes, saves over the retention limit, fits twice; two callbacks at once, with the clocks."""
