@@ -149,7 +149,7 @@ def _check_size(directory: Path, config: DecoderConfig, sizes: Sequence[int]) ->
     num_described = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
     if num_described > 2 * num_values + _MOST_BUFFERED:
         raise UserError(
-            f"{directory}: config.json describes a model of {num_described:,} values, and the files have "
+            f"{directory}: config.json describes a model of {numbered(num_described, 'values')}, and the files have "
             f"{num_values:,}: correct one of them"
         )
 

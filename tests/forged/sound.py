@@ -45,18 +45,18 @@ def write_model(directory: Path) -> None:
     (directory / "tokenizer.json").write_text(text)
     content = json.loads(text)
     vocab = 1 + max([*content["model"]["vocab"].values(), *(one["id"] for one in content["added_tokens"])])
-    shape = {"vocab_size": vocab, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": CONTEXT}
+    shape = {"vocab_size": vocab, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": CONTEXT}
     shape |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}  # type: ignore[dict-item]
     (directory / "config.json").write_text(json.dumps(shape))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     (directory / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
     generator = torch.Generator().manual_seed(0)
-    sizes = {"model.embed_tokens.weight": (vocab, 16), "model.norm.weight": (16,)}
+    sizes = {"model.embed_tokens.weight": (vocab, 64), "model.norm.weight": (64,)}
     for layer in range(2):
-        of_layer = {"self_attn.q_proj": (16, 16), "self_attn.k_proj": (16, 16), "self_attn.v_proj": (16, 16)}
-        of_layer |= {"self_attn.o_proj": (16, 16), "mlp.gate_proj": (24, 16), "mlp.up_proj": (24, 16)}
-        of_layer |= {"mlp.down_proj": (16, 24), "input_layernorm": (16,), "post_attention_layernorm": (16,)}  # type: ignore[dict-item]
+        of_layer = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (64, 64), "self_attn.v_proj": (64, 64)}
+        of_layer |= {"self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64)}
+        of_layer |= {"mlp.down_proj": (64, 128), "input_layernorm": (64,), "post_attention_layernorm": (64,)}  # type: ignore[dict-item]
         sizes |= {f"model.layers.{layer}.{name}.weight": size for name, size in of_layer.items()}
     tensors = {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
@@ -139,6 +139,5 @@ def write_families(directory: Path) -> None:
         model_prefix=str(directory / "tokenizers/unigram/tokenizer"),
         vocab_size=350,
         model_type="unigram",
-        byte_fallback=True,
         hard_vocab_limit=False,
     )
