@@ -9,6 +9,7 @@ import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
+from genesis.base.device import CPU
 from genesis.base.errors import UserError
 from genesis.model.part import ParameterGroup
 from genesis.optim.adamw import AdamW
@@ -74,21 +75,15 @@ class Muon(Algorithm):
 
     def direct(self, matrices: BFloat16[Tensor, "N rows columns"]) -> BFloat16[Tensor, "N rows columns"]:
         """Returns matrices with the same singular vectors and singular values near 1, by Newton-Schulz iterations."""
+        if matrices.device.type == CPU:
+            return _direct_on_cpu(matrices)
         a, b, c = COEFFICIENTS
-        # Many CPUs have no kernel for products of bfloat16. Those of float32 are more than twenty times as fast there,
-        # and have the same sums, which are then rounded as a GPU rounds them.
-        computed = torch.float32 if matrices.is_cpu else torch.bfloat16
-
-        def rounded(sums: Tensor) -> Tensor:
-            return sums.to(torch.bfloat16).to(computed)
-
         # The Frobenius norm bounds the spectral norm, which has to be at most 1.
-        matrices = rounded(matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS))
+        matrices = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
         for _ in range(NUM_STEPS):
-            gram = rounded(matrices @ matrices.mT)
-            factor = rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
-            matrices = rounded(torch.baddbmm(matrices, factor, matrices, beta=a))
-        return matrices.to(torch.bfloat16)
+            gram = matrices @ matrices.mT
+            matrices = torch.baddbmm(matrices, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrices, beta=a)
+        return matrices
 
     def step_size(self, options: Mapping[str, Any], shape: Sequence[int]) -> float:
         """Returns the negative learning rate for a shape.
@@ -103,3 +98,21 @@ class Muon(Algorithm):
         else:
             ratio = math.sqrt(max(1, rows / columns))
         return -float(options["lr"]) * ratio
+
+
+def _direct_on_cpu(matrices: BFloat16[Tensor, "N rows columns"]) -> BFloat16[Tensor, "N rows columns"]:
+    """Returns what `Muon.direct` returns, by products in float32, each of which is rounded to bfloat16.
+
+    Many CPUs have no kernel for products of bfloat16, and take more than twenty times as long for them.
+    """
+    a, b, c = COEFFICIENTS
+
+    def rounded(sums: Tensor) -> Tensor:
+        return sums.bfloat16().float()
+
+    matrices = rounded(matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS))
+    for _ in range(NUM_STEPS):
+        gram = rounded(matrices @ matrices.mT)
+        factor = rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
+        matrices = rounded(torch.baddbmm(matrices, factor, matrices, beta=a))
+    return matrices.bfloat16()
