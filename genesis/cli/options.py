@@ -30,7 +30,17 @@ PLAIN_WIDTH = 120
 
 # For every parser of jsonargparse, that of `genesis fit` included.
 guard_imports()
-for _kind, _write, _read in ((Path, str, read_path), (Bytes, int, read_size), (Gigabytes, float, read_gigabytes)):
+
+
+def _write_gigabytes(size: Gigabytes) -> float:
+    return int(size) if size.is_integer() else float(size)
+
+
+for _kind, _write, _read in (
+    (Path, str, read_path),
+    (Bytes, int, read_size),
+    (Gigabytes, _write_gigabytes, read_gigabytes),
+):
     register_type(
         _kind,
         _write,
