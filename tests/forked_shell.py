@@ -31,7 +31,13 @@ socket.send_fds(channel, [json.dumps(request).encode()], [1, 2])
 pid = int(channel.recv(64))
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: os.kill(pid, number))
-status = int(channel.recv(64))
+channel.settimeout(0.5)  # Python runs no handler of a signal that comes just before the wait, until the wait ends
+while True:
+    try:
+        status = int(channel.recv(64))
+        break
+    except TimeoutError:
+        pass
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
     os.kill(os.getpid(), -status)
