@@ -518,7 +518,8 @@ def test_saves_add_no_collective_to_the_training_group_whoever_is_slow_or_stoppe
 
 def test_a_buffer_that_is_used_again_holds_each_save_s_own_values(tmp_path):
     run_training(1, tmp_path / "straight", "single", 6, every_n_steps=1, keep_last=None, mode="sync")
-    stopped = (SignalWriter(0, {1: signal.SIGSTOP, 4: signal.SIGCONT}),)
+    # Training waits for a writer that has not started, and has seen that it has before the second step.
+    stopped = (SignalWriter(0, {2: signal.SIGSTOP, 4: signal.SIGCONT}),)
     options = {"mode": "process", "every_n_steps": 1, "keep_last": None, "when_busy": "skip"}
     run_training(1, tmp_path / "run", "single", 6, callbacks=stopped, **options)
     names = committed(tmp_path / "run")
