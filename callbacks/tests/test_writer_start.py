@@ -10,6 +10,7 @@ import pytest
 
 from genesis_callbacks.base.checkpoint_errors import SaveFailedError
 from genesis_callbacks.checkpoint import writer_process
+from genesis_callbacks.checkpoint.forked_writer import ForkedWriter
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.checkpoint.writer_start import start_writer
 
@@ -52,8 +53,9 @@ def test_an_early_writer_that_no_fit_takes_ends_with_its_process() -> None:
 
 STARTS = """
 import os
-from genesis_callbacks.checkpoint.writer_start import start_writer, start_writer_early, _early
-start_writer_early(start_writer)
+from genesis_callbacks.checkpoint.{0} import {1}
+from genesis_callbacks.checkpoint.writer_start import start_writer_early, _early
+start_writer_early({1})
 print(_early[0].process.pid, flush=True)
 input()
 os.kill(os.getpid(), 9)
@@ -76,8 +78,16 @@ def hanging(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("hanging")
-def test_a_writer_that_hangs_before_its_imports_ends_with_its_trainer():
-    with subprocess.Popen([sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+@pytest.mark.parametrize(
+    "start",
+    [
+        ("writer_start", "start_writer"),
+        pytest.param(("forked_writer", "fork_writer"), marks=[pytest.mark.slow, pytest.mark.each]),
+    ],
+)
+def test_a_writer_that_hangs_before_its_imports_or_is_forked_ends_with_its_trainer(start):
+    program = [sys.executable, "-c", STARTS.format(*start)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
         writer = os.pidfd_open(int(trainer.stdout.readline()))
         assert not _ends(writer, 0.5)
         trainer.stdin.write(b"\n")
@@ -91,9 +101,17 @@ def test_a_writer_that_hangs_at_its_start_is_reported_and_then_named(monkeypatch
     monkeypatch.setattr(writer_process, "_QUIET_SECONDS", 0.1)
     monkeypatch.setattr(writer_process, "start_writer", start_writer)  # other tests fork their writers
     writer = WriterProcess()
-    with pytest.raises(SaveFailedError, match=r"process \(\d+\) did not start within 0.2 s: it has not imported"):
+    with pytest.raises(SaveFailedError, match=r"process \(\d+\) did not start within 0.2 s; look for"):
         writer.wait_ready(0.2)
     writer.close()
     line = capfd.readouterr().err
     assert line.count("\n") == 1
-    assert "has not imported torch in 0.1 s: the machine is busy, or a file system is slow or dead" in line
+    assert "has not started in 0.1 s: the machine is busy, or a file system is slow or dead" in line
+
+
+def test_a_forked_writer_that_somebody_else_has_waited_for_has_ended():
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert ForkedWriter(pid).wait(5.0) == 0

@@ -8,6 +8,7 @@ metric of genesis needs them.
 import importlib
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -38,10 +39,11 @@ class _Requirement(requirements.RequirementCache):
 
 def begin_fit(arguments: Sequence[str]) -> None:
     """Forks the writer, unless the arguments or recipes show that the fit needs none, and imports torchmetrics."""
-    # A process that has imported torch before may have used it; only before that, and on Linux, is a fork safe.
+    # A process that has imported torch before may have used it. Only before that, without other threads, and on Linux
+    # is a fork safe.
     if "torch" not in sys.modules and not any(_NO_WRITER.search(text) for text in _read_all(arguments)):
         start = start_writer
-        if sys.platform == "linux":
+        if sys.platform == "linux" and threading.active_count() == 1:
             start = importlib.import_module("genesis_callbacks.checkpoint.forked_writer").fork_writer
         start_writer_early(start)
     import_torchmetrics(arguments)

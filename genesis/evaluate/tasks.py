@@ -36,6 +36,8 @@ _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "few
 _NUM_NEAREST: Final = 3
 _SECONDS: Final = 60.0
 """Processor time for the filters of a task's answers, and for the metrics of one answer."""
+_SECONDS_PER_QUESTION: Final = 0.05
+"""More for the filters, for each question of the task. lm-eval's own take about a millisecond."""
 _NAME: Final = re.compile(r"\w[\w.+ -]*")
 _TEMPLATES = lm_eval.utils.env
 
@@ -86,11 +88,11 @@ def load_tasks(spec: str, num_fewshot: int | None = None, *, may_run_code: bool 
             raise UserError(f"task {task.task_name} needs more than text, which is not supported; choose another task")
         _set_fewshot(task, num_fewshot)
         for name in () if may_run_code else ("apply_filters", "process_results"):
-            setattr(task, name, _limit(getattr(task, name)))
+            setattr(task, name, _limit(getattr(task, name), task))
     return loaded
 
 
-def _limit(function: Callable[..., Any]) -> Callable[..., Any]:
+def _limit(function: Callable[..., Any], task: Any) -> Callable[..., Any]:
     """Returns a function of a task that fails at a limit: a filter, or a metric, may have an expression without end."""
 
     @functools.wraps(function)
@@ -98,7 +100,8 @@ def _limit(function: Callable[..., Any]) -> Callable[..., Any]:
         if threading.current_thread() is not threading.main_thread():  # which alone gets signals
             return function(*arguments, **options)
         before = signal.signal(signal.SIGPROF, _end_search)
-        signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+        seconds = _SECONDS + _SECONDS_PER_QUESTION * len(task.instances or ())
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             return function(*arguments, **options)
         finally:
@@ -109,7 +112,10 @@ def _limit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end_search(number: int, frame: object) -> NoReturn:
-    raise TaskTemplateError(f"an expression of a filter or a metric takes more than {_SECONDS:g} s of processor time")
+    raise TaskTemplateError(
+        f"an expression of a filter or a metric takes more than {_SECONDS:g} s of processor time; --allow_code runs a "
+        "task of your own without this limit"
+    )
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:

@@ -38,8 +38,10 @@ from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 _TOLERANCE: Final = 1e-4
 """Of the largest logit, in float32."""
 _PROOF_TOKENS: Final = 64
-_MOST_BUFFERED: Final = 1 << 24
-"""Values of tables that no file has, such as rotary frequencies."""
+_MOST_MISSING: Final = 1 << 24
+"""Values of parameters that no file need have, such as tied ones of a small model."""
+_MOST_BUFFERED: Final = 1 << 29
+"""Values of tables that no file has: rotary frequencies, or a causal mask for each layer, as GPT-Neo has."""
 _SEED: Final = 20
 
 
@@ -146,11 +148,13 @@ def _check_size(directory: Path, config: DecoderConfig, sizes: Sequence[int]) ->
     with torch.device("meta"):
         model = build_model(replace(config, body=replace(config.body, documents="rows")))
     num_values = sum(sizes)
-    num_described = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
-    if num_described > 2 * num_values + _MOST_BUFFERED:
+    num_described, num_buffered = (
+        sum(one.numel() for one in tensors) for tensors in (model.parameters(), model.buffers())
+    )
+    if num_described > 2 * num_values + _MOST_MISSING or num_buffered > 2 * num_values + _MOST_BUFFERED:
         raise UserError(
-            f"{directory}: config.json describes a model of {numbered(num_described, 'values')}, and the files have "
-            f"{num_values:,}: correct one of them"
+            f"{directory}: config.json describes a model of {numbered(num_described + num_buffered, 'values')}, and "
+            f"the files have {num_values:,}: correct one of them"
         )
 
 

@@ -101,7 +101,8 @@ class HuggingFaceTokenizer:
         self._expressions = list_expressions(content)
         self.has_unknown_expressions: bool = has_unknown(self._expressions)
         self._is_unigram = find_model_type(content) == "Unigram"
-        self._can_cut = can_cut(content, self._config)
+        of_library = self._tokenizer.get_added_tokens_decoder().values()
+        self._can_cut = can_cut(content, [token.content for token in of_library])
         self._texts = self._search(self._renamed if self._is_unigram else self._tokenizer)
         self._texts.check([_PROBE, _BEYOND_ASCII, *symbols, *list_hard_texts(self._expressions)])
         single = {one[0] for one in self._bytes if len(one) == 1}

@@ -6,7 +6,7 @@ a step that replaces may double each text. The limits are far above what tokeniz
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from genesis.base.errors import UserError, numbered
@@ -30,8 +30,8 @@ _STEPS: Final = (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers
 _RUN_CHARS: Final = 1_000
 _MAX_CHARSMAP_BYTES: Final = 64
 """The longest text, in bytes, for one character in the normaliser of SentencePiece; Unicode's longest has 33."""
-_SPANNING: Final = re.compile(r"[A-Za-z](?:[ \n]|$)")
-"""An added token across the place of a cut, or one that may take the white space after it, if it has `rstrip`."""
+_SPANNING: Final = re.compile(r"^\s|[A-Za-z](?:[ \n]|$)")
+"""An added token that may lie across the place of a cut, or that is found only behind the end of a word."""
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIX: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -51,6 +51,8 @@ LINEAR: Final = (
 Each alternative looks at a run of characters of a kind at most a few times, and if it fails, a later one takes the
 whole run. No test of an unknown expression could prove that.
 """
+_WORDS: Final = frozenset(LINEAR[2:])
+"""Those that divide any text, and always between a letter of ASCII and a space or a line feed."""
 
 
 def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -134,30 +136,46 @@ def has_unknown(expressions: Sequence[str]) -> bool:
     return not {*expressions} <= {*LINEAR}
 
 
-def can_cut(content: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def can_cut(content: Mapping[str, Any], added: Iterable[str]) -> bool:
     """Returns whether a text's ids are those of its parts, cut between a letter of ASCII and a space or a line feed.
 
-    Each expression that is known, and that of ByteLevel, ends a match at such a place, and begins the next one.
+    They are for a BPE within the words of an expression that is known to end a word there, of GPT-2's among them, which
+    ByteLevel has. Whatever else may look across such a place, or at the ends of a text, is not read: then False.
 
     Args:
         content: The content of a `tokenizer.json`, whose claims have been checked.
-        config: That of a `tokenizer_config.json`.
+        added: The texts of the added tokens.
     """
     normalizers = [step.get("type") for step in iterate_steps(content.get("normalizer"), "normalizers")]
-    steps = list(iterate_steps(content.get("pre_tokenizer"), "pretokenizers"))
-    kinds = [step.get("type") for step in steps]
-    patterns = [step.get("pattern") for step in steps if step.get("type") == "Split"]
+    *others, last = [*iterate_steps(content.get("pre_tokenizer"), "pretokenizers")] or [{}]
+    splits = [step for step in others if step.get("type") != "Digits"]
     model = content.get("model")
     return (
         isinstance(model, dict)
         and model.get("type", "BPE") == "BPE"
         and not {*normalizers} - {"NFC"}
-        and kinds[-1:] == ["ByteLevel"]
-        and not {*kinds} - {"Split", "Digits", "ByteLevel"}
-        and not any(step.get("add_prefix_space", True) for step in steps if step.get("type") == "ByteLevel")
-        and all(isinstance(one, dict) and one.get("Regex") in LINEAR for one in patterns)
-        and not any(isinstance(piece, str) and _SPANNING.search(piece) for piece, _ in _list_added(content, config))
+        and last.get("type") == "ByteLevel"
+        and last.get("add_prefix_space") is False
+        and (not splits if last.get("use_regex", True) else len(splits) == 1 and _divides(splits[0]))
+        and all(map(_keeps_places, iterate_steps(content.get("post_processor"), "processors")))
+        and not any(_SPANNING.search(piece) for piece in added)
     )
+
+
+def _divides(step: Mapping[str, Any]) -> bool:
+    """Whether a step divides texts into words, each of which is encoded by itself."""
+    pattern, behavior = step.get("pattern"), step.get("behavior")
+    is_known = step.get("type") == "Split" and isinstance(pattern, dict) and pattern.get("Regex") in _WORDS
+    return is_known and (behavior == "Isolated" or (behavior == "Removed" and step.get("invert") is True))
+
+
+def _keeps_places(step: Mapping[str, Any]) -> bool:
+    """Whether a post-processor leaves the ids and the places of a text's tokens as they are."""
+    if step.get("type") == "ByteLevel":
+        return step.get("trim_offsets") is False or step.get("add_prefix_space") is False
+    single = step.get("single")
+    texts = [one for one in single if isinstance(one, dict) and "Sequence" in one] if isinstance(single, list) else []
+    return step.get("type") == "TemplateProcessing" and len(texts) == 1
 
 
 def list_hard_texts(expressions: Sequence[str]) -> list[str]:
@@ -197,13 +215,6 @@ def _list_tokens(content: Mapping[str, Any], config: Mapping[str, Any]) -> Itera
     yield from vocabulary.items() if isinstance(vocabulary, dict) else ()
     for one in vocabulary if isinstance(vocabulary, list) else ():
         yield (one[0] if isinstance(one, list) and one else one), None
-    yield from _list_added(content, config)
-
-
-def _list_added(content: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the piece and the id of each added token, which are found in a text before the expressions."""
-    added, listed = content.get("added_tokens"), config.get("added_tokens_decoder")
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     for one in added if isinstance(added, list) else ():
         yield (one.get("content"), one.get("id")) if isinstance(one, dict) else (one, None)
     for key, one in listed.items() if isinstance(listed, dict) else ():

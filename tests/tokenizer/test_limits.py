@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Split
 
 from genesis.base.errors import UserError
 from genesis.export.tokenizer import compare_fast_tokenizer
-from genesis.tokenizer.limits import LINEAR, check_charsmap
+from genesis.tokenizer.limits import LINEAR, can_cut, check_charsmap
 from genesis.tokenizer.open import open_tokenizer
 from tests.tokenizer.test_huggingface import qwen
 
@@ -181,3 +181,55 @@ def test_a_sentencepiece_model_whose_characters_grow_is_refused() -> None:
     check_charsmap(b"")
     with pytest.raises(UserError, match="makes 1,000,000 bytes of a character"):
         check_charsmap(trie + b"a" * 1_000_000 + b"\0")
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+OF_GPT2 = BYTES | {"use_regex": True}
+WORDS = {"type": "Split", "pattern": {"Regex": LINEAR[3]}, "behavior": "Isolated"}
+ONE, TEXT = {"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}
+
+
+@pytest.mark.parametrize("steps", [[OF_GPT2], [WORDS, BYTES], [{"type": "Digits"}, OF_GPT2]])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"normalizer": {"type": "NFC"}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [ONE, TEXT]}},
+        {"post_processor": BYTES | {"trim_offsets": True}},
+    ],
+)
+def test_texts_are_cut_where_known_words_end(steps: list[dict[str, Any]], content: dict[str, Any]) -> None:
+    whole = {"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, **content}
+    assert can_cut(whole, ["<|im_end|>", "<s>"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "content", "added"),
+    [
+        ([], {}, ""),
+        ([BYTES], {}, ""),  # the merges see the whole text
+        ([{"type": "Digits"}, BYTES], {}, ""),
+        ([OF_GPT2 | {"add_prefix_space": True}], {}, ""),
+        ([{"type": "ByteLevel"}], {}, ""),  # the library's default adds a space
+        ([WORDS], {}, ""),
+        ([WORDS, WORDS, BYTES], {}, ""),
+        ([WORDS | {"behavior": "Contiguous"}, BYTES], {}, ""),
+        ([WORDS | {"behavior": "Removed"}, BYTES], {}, ""),
+        *(([WORDS | {"pattern": {"Regex": one}}, BYTES], {}, "") for one in (LINEAR[0], LINEAR[1], "a+")),
+        ([WORDS | {"pattern": {"String": LINEAR[3]}}, BYTES], {}, ""),
+        ([WORDS, BYTES], {"model": {"type": "Unigram"}}, ""),
+        ([WORDS, BYTES], {"normalizer": {"type": "Lowercase"}}, ""),
+        ([WORDS, BYTES], {"post_processor": {"type": "TemplateProcessing", "single": [TEXT, TEXT]}}, ""),
+        ([WORDS, BYTES], {"post_processor": {"type": "ByteLevel", "add_prefix_space": True}}, ""),
+        ([WORDS, BYTES], {"post_processor": {"type": "RobertaProcessing"}}, ""),
+        ([WORDS, BYTES], {}, "New York"),
+        ([WORDS, BYTES], {}, "stop"),  # with `rstrip` it takes the space behind it
+        ([WORDS, BYTES], {}, " foo."),  # with `single_word` it is not found behind a letter
+    ],
+)
+def test_no_text_is_cut_where_something_may_look_across(
+    steps: list[dict[str, Any]], content: dict[str, Any], added: str
+) -> None:
+    whole = {"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, **content}
+    assert not can_cut(whole, [added] if added else [])

@@ -39,7 +39,7 @@ _FLOAT: Final = "__float__"
 """The only key of an object that stands for a number."""
 _MOST: Final = {
     re.compile(r"(?:^|_)(?:depth|n_?(?:layer|block)s?|(?:num_)?(?:.*_)?(?:layers|blocks))$"): 1_000,
-    re.compile(r"(?:^|_)(?:n_?(?:head|expert|group)s?|num_(?!.*embeddings).*)$"): 10_000,
+    re.compile(r"(?:^|_)(?:n_?(?:head|expert|group)s?|num_(?!.*embeddings).*)$"): 1 << 17,
 }
 """The most parts of a kind by names of counts; other names are those of widths, lengths, and ids."""
 _ROUTER: Final = "router"

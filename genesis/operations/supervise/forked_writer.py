@@ -8,15 +8,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
-from genesis.base.processes import WRITER_NAME
 from genesis.operations.supervise.launch_protocol import MAX_PACKET_BYTES, Job, encode
-from genesis_callbacks.checkpoint.writer_start import writer_environment
+from genesis_callbacks.checkpoint.writer_start import enter_session, take_channel
 
 WRITER_MODULE: Final = "genesis_callbacks.checkpoint.writer"
 
@@ -24,19 +21,13 @@ WRITER_MODULE: Final = "genesis_callbacks.checkpoint.writer"
 def run_writer(job: Job, descriptor: int, trainer: int) -> int:
     """Turns a child into the writer of a rank, which outlives it for the save in hand, and serves."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
-    os.setsid()
-    Path("/proc/self/comm").write_text(WRITER_NAME, encoding="ascii")
-    for path, number, flags in ((os.devnull, 0, os.O_RDONLY), (job.output, 1, os.O_WRONLY | os.O_APPEND)):
-        opened = os.open(path, flags)
-        os.dup2(opened, number)
-        os.close(opened)
-    os.dup2(1, 2)
-    os.dup2(descriptor, 3)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # whatever a rank waits for must not stay open here
+    enter_session()
+    output = os.open(job.output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(job.environment)
-    os.environ.update(writer_environment())
-    sys.argv[1:] = ["3", str(trainer)]
+    take_channel(descriptor, trainer)
     writer: Callable[[], None] = importlib.import_module(WRITER_MODULE).main
     writer()
     return 0

@@ -8,20 +8,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
 import warnings
-from pathlib import Path
 
 from . import writer
-from .writer_start import writer_environment
+from .writer_start import StartedWriter, enter_session, start_writer, take_channel
 
 _POLL_SECONDS = 0.005
-_OWN_NAME = Path("/proc/self/comm")
-_WRITER_NAME = "genesis-writer"
-"""The name by which Genesis recognises a forked writer."""
 
 
 class ForkedWriter:
@@ -40,7 +35,10 @@ class ForkedWriter:
         """Returns the exit status, negative for a signal; None while the writer runs."""
         with self._lock:
             if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # somebody else has waited for it, or this process ignores SIGCHLD
+                    pid, status = self.pid, 0
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
@@ -63,15 +61,21 @@ class ForkedWriter:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_writer(end: socket.socket) -> ForkedWriter:
+def fork_writer(end: socket.socket) -> StartedWriter:
     """Forks a writer that serves `end`, in a session of its own and with no other descriptor, and returns its process.
 
-    Its command line is that of the process from which it is forked.
+    Its command line is that of the process from which it is forked. Where the system has no memory for a fork, a
+    program is started.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # from Python 3.12 on
-        ready, has_session = os.pipe()
-        pid = os.fork()
+    ready, has_session = os.pipe()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # from Python 3.12 on
+            pid = os.fork()
+    except OSError:
+        os.close(ready)
+        os.close(has_session)
+        return start_writer(end)
     if pid:
         os.close(has_session)
         os.read(ready, 1)  # until the child has its own session, as a process of `Popen` has when that returns
@@ -79,15 +83,9 @@ def fork_writer(end: socket.socket) -> ForkedWriter:
         return ForkedWriter(pid)
     try:
         gc.freeze()  # the trainer's objects are not this process's garbage: it need not copy their pages
-        os.setsid()
-        if _OWN_NAME.exists():  # its command line is that of the rank, which it outlives for the save in hand
-            _OWN_NAME.write_text(_WRITER_NAME, encoding="ascii")
+        enter_session()
         os.write(has_session, b"1")
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(end.fileno(), 3)  # then close the rest: a copy of the trainer's channel would hide the trainer's death
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        os.environ.update(writer_environment())
-        sys.argv[1:] = ["3"]
+        take_channel(end.fileno())
         writer.main()
     except BaseException:
         traceback.print_exc()

@@ -68,7 +68,7 @@ class WriterProcess:
             return
         if timeout_seconds > _QUIET_SECONDS and not self._channel.has_message(_QUIET_SECONDS):
             sys.stderr.write(
-                f"genesis-callbacks: the writer of checkpoints (process {self._process.pid}) has not imported torch in "
+                f"genesis-callbacks: the writer of checkpoints (process {self._process.pid}) has not started in "
                 f"{_QUIET_SECONDS:g} s: the machine is busy, or a file system is slow or dead; training waits for it "
                 f"for {timeout_seconds:g} s more\n"
             )
@@ -77,8 +77,8 @@ class WriterProcess:
             (_, self.memory_bytes), _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             raise SaveFailedError(
-                f"the writer process ({self._process.pid}) did not start within {timeout_seconds:g} s: it has not "
-                "imported torch; look for a slow or dead file system, or let a thread write (mode='thread')"
+                f"the writer process ({self._process.pid}) did not start within {timeout_seconds:g} s; "
+                "look for a slow or dead file system, or let a thread write (mode='thread')"
             ) from error
         except (EOFError, OSError) as error:
             raise SaveFailedError(

@@ -27,6 +27,10 @@ _HEADER = struct.Struct("<Q")
 _MAX_DESCRIPTORS = 2  # a buffer and a lock
 _ORPHAN_POLL_MS = 500
 _WRITER_MODULE = "genesis_callbacks.checkpoint.writer"
+_OWN_NAME = Path("/proc/self/comm")
+_WRITER_NAME = "genesis-writer"
+"""The name by which Genesis recognises a forked writer."""
+_OWN_DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Channel:
@@ -167,6 +171,36 @@ def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
         fcntl.fcntl(end, fcntl.F_SETOWN, process.pid)
         fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
     return process
+
+
+def enter_session() -> None:
+    """Gives a forked child, which is to be a writer, a session and a name of its own."""
+    os.setsid()
+    # Its command line is that of the process that forked it. Some sandboxes have the file and let nobody write it.
+    with contextlib.suppress(OSError):
+        _OWN_NAME.write_text(_WRITER_NAME, encoding="ascii")
+
+
+def take_channel(descriptor: int, *trainer: int) -> None:
+    """Leaves a forked child its end of the channel, and no other descriptor, environment and arguments than a writer's.
+
+    Args:
+        descriptor: The writer's end.
+        trainer: The trainer's process, if it is not the parent.
+    """
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(descriptor, 3)  # then close the rest: a copy of the trainer's channel would hide the trainer's death
+    try:
+        numbers = [int(path.name) for path in _OWN_DESCRIPTORS.iterdir()]
+    except OSError:
+        numbers = [*range(os.sysconf("SC_OPEN_MAX"))]
+    for number in numbers:
+        if number > 3:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    os.environ.update(writer_environment())
+    sys.argv[1:] = ["3", *map(str, trainer)]
 
 
 def watch_channel_itself(end: socket.socket) -> None:
