@@ -6,7 +6,7 @@ and it opens a directory with neither these files nor the keys that name them.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -30,7 +30,6 @@ from genesis.huggingface.weights import iterate_tensors, read_file_names
 
 # Commands show stages of their own.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
-logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings quote what files have; proofs find what counts
 
 _LEFT_OUT: Final = CODE_KEYS | {"num_labels", "id2label", "label2id"}
 """Keys that are not passed on: those of code, and classes of a classifier, of which transformers makes any number."""
@@ -85,8 +84,14 @@ def _load_dequantised(directory: Path, content: dict[str, Any]) -> tuple[Any, di
 
 @contextmanager
 def _without_code(directory: Path) -> Iterator[Path]:
-    """Yields a directory with links to the files that hold data, and with configurations that name no code."""
-    with TemporaryDirectory() as name:
+    """Yields a directory with links to the files that hold data, and with configurations that name no code.
+
+    Meanwhile transformers prints no warnings, which quote what files have: the proofs find what counts.
+    """
+    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        stack.callback(logging.set_verbosity, verbosity)
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         data = Path(name)
         for file in directory.iterdir():
             kept = None

@@ -255,10 +255,13 @@ def test_one_checkpoint_cannot_be_watched(genesis: Genesis, checkpoint: Path, an
 
 
 def test_without_the_extra_the_command_names_it(genesis: Genesis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "genesis.cli.evaluate", None)
+    for name in [name for name in sys.modules if name.startswith("genesis.evaluate.tasks")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "genesis.cli.evaluate_tasks", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     (command,) = [command for command in COMMANDS if command.name == "evaluate"]
     assert isinstance(command, Command)
-    outcome = genesis("evaluate", "run")
+    outcome = genesis("evaluate", "run", "--tasks", "./x")
     assert outcome.status == 2
     assert "pip install 'genesis-lm[evaluate]'" in outcome.err
 

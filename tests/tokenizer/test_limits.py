@@ -124,7 +124,7 @@ def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_pat
     ("expression", "words"),
     [
         (r"\s*\s*x|\s", r"a search of its expressions \([^\n]*\) in [0-9,]+ characters takes more than 0.25 s of "),
-        ("(1|11)+b", "its library fails on a text"),
+        ("(1|11)+b", r"its library fails on a text|[^\n]* characters takes more than 0.25 s of processor time"),
     ],
 )
 def test_an_expression_without_end_is_refused_where_a_tokenizer_is_opened(
@@ -132,7 +132,7 @@ def test_an_expression_without_end_is_refused_where_a_tokenizer_is_opened(
 ) -> None:
     write_split(tmp_path, expression)
     monkeypatch.setattr("genesis.base.limited_workers._ENCODING_SECONDS", 0.25)
-    with pytest.raises(UserError, match=rf"{words}[^\n]*[:;] use another tokenizer$"):
+    with pytest.raises(UserError, match=rf"(?:{words})[^\n]*[:;] use another tokenizer$"):
         open_tokenizer(tmp_path)
 
 
