@@ -27,7 +27,7 @@ EXCEPTIONS = {
     "callbacks/src/genesis_callbacks/memory_watch.py::read_disk_bytes": OF_THE_KERNEL,
     "callbacks/src/genesis_callbacks/memory_watch.py::read_resident_bytes": OF_THE_KERNEL,
     "callbacks/src/genesis_callbacks/checkpoint/writer.py::read_own_memory_bytes": OF_THE_KERNEL,
-    "callbacks/src/genesis_callbacks/checkpoint/forked_writer.py::fork_writer": OF_THE_KERNEL,
+    "callbacks/src/genesis_callbacks/checkpoint/writer_start.py::take_channel": OF_THE_KERNEL,
     "genesis/base/available_memory.py::_read_container_limit": OF_THE_KERNEL,
     "genesis/base/available_memory.py::available_memory": OF_THE_KERNEL,
     "genesis/base/limited_workers.py::serve": OF_THE_KERNEL,
