@@ -88,7 +88,7 @@ def _without_code(directory: Path) -> Iterator[Path]:
 
     Meanwhile transformers prints no warnings, which quote what files have: the proofs find what counts.
     """
-    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]
+    verbosity = logging.get_verbosity()
     with TemporaryDirectory() as name, ExitStack() as stack:
         stack.callback(logging.set_verbosity, verbosity)
         logging.set_verbosity_error()  # type: ignore[no-untyped-call]
