@@ -353,6 +353,7 @@ class GenesisCLI(LightningCLI):
         self.datamodule.read_for(self.model.objective)
         self.config_dump["data"]["packing"] = self.datamodule.training.packing
         self.checkpoint.recipe = self.config_dump
+        self.datamodule.recorded_identity = {} if self._continued is None else self._continued.identity
         identity = keep_tokenizer_hash(self.datamodule.identity, self._reference, self._find_tokenizer())
         self.checkpoint.identity = {**identity, **self._identity, **self._prepare_objective(run_dir)}
         # Validating an earlier checkpoint must not write into the log of the run that trains.
