@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from genesis.base.errors import UserError
 from genesis.generate.checkpoint_reference import LATEST, Reference
 from genesis.huggingface.stored import list_nf4_tensors
@@ -52,6 +54,16 @@ def find_base(
         "base_hash": scope.base_hash,
     }
     return base, found
+
+
+def note_frozen_head(recipe: ResolvedRecipe) -> None:
+    """Logs that the score head of a reward model stays as it is beside adapters: a new one has random values."""
+    is_frozen = recipe.get("model.adapter") is not None and "head" not in recipe.get("model.adapter.also_train")
+    if is_frozen and recipe.get("model.decoder.num_scores") is not None:
+        rank_zero_info(
+            "the score head is frozen, and that of a model imported with --as reward_model is random: "
+            "--model.adapter.also_train '[head]' trains it beside the adapters"
+        )
 
 
 def find_format(reference: Reference | None, *, is_fit: bool) -> BaseFormat:

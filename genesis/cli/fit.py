@@ -25,7 +25,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from genesis.base.errors import QuietExit, UserError, check_is_named, naming
 from genesis.base.run_directory import RunDirectory
-from genesis.cli.adapter import check_has_adapters, find_base, find_continued, find_format, start_adapter
+from genesis.cli.adapter import (
+    check_has_adapters,
+    find_base,
+    find_continued,
+    find_format,
+    note_frozen_head,
+    start_adapter,
+)
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, find_chat_template
 from genesis.cli.class_change import guard_class_changes
@@ -269,6 +276,7 @@ class GenesisCLI(LightningCLI):
         kept = keep_choices(recipe, None if self._continued is None else self._continued.recipe)
         if is_fit:
             note_dropout(recipe, kept)
+            note_frozen_head(recipe)
         recipe = self._complete(kept)
         objective = find_objective(recipe.get("model.objective"))
         continued = (lambda: None) if reference is None else partial(find_continued, reference)
@@ -345,6 +353,7 @@ class GenesisCLI(LightningCLI):
         self.datamodule.read_for(self.model.objective)
         self.config_dump["data"]["packing"] = self.datamodule.training.packing
         self.checkpoint.recipe = self.config_dump
+        self.datamodule.recorded_identity = {} if self._continued is None else self._continued.identity
         identity = keep_tokenizer_hash(self.datamodule.identity, self._reference, self._find_tokenizer())
         self.checkpoint.identity = {**identity, **self._identity, **self._prepare_objective(run_dir)}
         # Validating an earlier checkpoint must not write into the log of the run that trains.

@@ -19,7 +19,7 @@ from genesis.model.decoder import refuse_body
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.guard import Guard, is_loopback
 from genesis.serve.pool import Limits
-from genesis.serve.server import Server, bind, serve
+from genesis.serve.server import Server, Use, bind, serve
 
 _TOKEN_VARIABLE = "GENESIS_TOKEN"
 _DEFAULT_PORT = 8000
@@ -68,10 +68,12 @@ def main(argv: list[str]) -> int:
             allows_scores=True,
         )
 
-    def has_chat(entry: Entry) -> bool:
-        if read_config(entry.base or entry.path).num_scores is not None:
-            return False  # a reward model does not talk
-        return arguments.chat_template is not None or has_chat_template(entry.base or entry.path, arguments.tokenizer)
+    def find_use(entry: Entry) -> Use:
+        path = entry.base or entry.path
+        if read_config(path).num_scores is not None:
+            return "scores"
+        has_template = arguments.chat_template is not None or has_chat_template(path, arguments.tokenizer)
+        return "chat" if has_template else "text"
 
     with bind(arguments.host, arguments.port) as sock:
         address, port = sock.getsockname()[:2]
@@ -88,7 +90,7 @@ def main(argv: list[str]) -> int:
             cache_bytes = text_bytes * limits.max_concurrent + limits.prefix_bytes
             line += f", with caches of up to {cache_bytes / 1e9:,.2f} GB"
         ended_by = serve(
-            lambda: Server(catalogue, load, guard, limits, has_chat),
+            lambda: Server(catalogue, load, guard, limits, find_use),
             sock,
             lambda: print(f"{line}; Ctrl-C stops", flush=True),
         )

@@ -284,7 +284,7 @@ class ConversationEncoder:
         if is_same or not all(chat.trained[1:].any() for chat in rendered):
             return (), ConversationCounts(num_unlearned=1)
         if self._source.value_field is not None:
-            value = _read_value(document, self._source.value_field)
+            value = _read_value(document, self._source.value_field, is_paired=self._is_paired)
             rendered = tuple(replace(chat, trained=mark_labels(chat.trained, value)) for chat in rendered)
         return rendered, ConversationCounts(num_written=1, num_cut=int(is_cut))
 
@@ -322,13 +322,15 @@ def join_rendered(chats: Sequence[RenderedChat], token_num_bytes: NDArray[np.int
     )
 
 
-def _read_value(document: Document, name: str) -> int:
+def _read_value(document: Document, name: str, *, is_paired: bool) -> int:
     value = (document.record or {}).get(name)
     if isinstance(value, float) and value.is_integer():  # as a column of margins has it
         value = int(value)
     if not isinstance(value, int | np.bool_ | np.integer) or not 0 <= value <= MAX_VALUE:
+        remedy = "; give a margin in hundredths, and train with margin_scale 0.01" if is_paired else ""
         raise ConversationError(
             f"{name}, the value_field, is {value!r}: it must be true, false or a whole number from 0 to {MAX_VALUE}"
+            f"{remedy}"
         )
     return int(value)
 

@@ -336,7 +336,9 @@ class CorpusData:
         packed = () if self._planned is None else zip(self.corpus.train, self._planned, strict=True)
         plans = {source.name: plan.hash for source, plan in packed}
         packing = self.packing if self.pairs is None else self.kind
-        return {"seq_len": self.options.seq_len, "packing": packing, "plans": plans}
+        described = {"seq_len": self.options.seq_len, "packing": packing, "plans": plans}
+        # Where answers end does not depend on their margins and values.
+        return described if self.pairs is None else {**described, "answers": self.pairs.corpus_hash}
 
     def _count_packed_tokens(self, position: int) -> None:
         """Adds the global batch at a position to the usage; packed sequences differ in length."""

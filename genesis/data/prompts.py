@@ -204,6 +204,11 @@ class PromptOptions:
         """Returns the options of the chat template."""
         return ChatOptions(template=self.template, date=self.date, variables=self.variables)
 
+    @property
+    def chat_of_others(self) -> ChatOptions:
+        """Returns the same for reward models, which have templates of their own."""
+        return replace(self.chat, template=None)
+
 
 class Prompt(NamedTuple):
     """One prompt.

@@ -311,6 +311,7 @@ _REMEDIES: Final = {
     "seq_len": "set data.seq_len to the checkpoint's",
     "packing": "set data.packing to the checkpoint's",
     "plans": "train with the plan that the checkpoint was trained with",
+    "answers": "train on the corpus that the checkpoint was trained on, with its margins and values",
 }
 
 
@@ -361,6 +362,8 @@ def check_sequences(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         UserError: A setting differs.
     """
     for key, value in here.items():
+        if key == "answers" and key not in state:  # earlier versions saved only where answers end
+            continue
         saved = state.get(key, _BEFORE_PACKING.get(key))
         if saved != value:
             raise UserError(

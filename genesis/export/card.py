@@ -149,12 +149,14 @@ def _name_kind(config: DecoderConfig) -> str:
 
 
 def describe_scores(reading: Reading) -> str:
-    """Returns what the score of a reward model is, and how transformers gets several at once."""
-    score = "The score of a text is its logit: `model(**tokenizer(text, return_tensors='pt')).logits[0, 0]`."
-    pad = reading.ids_of_scores["pad_token_id"]
-    if reading.tokenizer is None or pad is None or pad == reading.tokenizer.pad_id:
-        return score
-    return f"{score} To score several at once, pad with token {pad}: `tokenizer.pad_token_id = {pad}`."
+    """Returns what the score of a reward model is, and how transformers gives it."""
+    if reading.learned is None and (reading.tokenizer is None or reading.tokenizer.chat_template is None):
+        return "The score of a text is its logit: `model(**tokenizer(text, return_tensors='pt')).logits[0, 0]`."
+    return (
+        "The score of a conversation that ends with an answer is its logit: `model(**tokenizer.apply_chat_template("
+        "messages, return_tensors='pt', return_dict=True)).logits[0, 0]`; for several conversations at once add "
+        "`padding=True`, and take `logits[:, 0]`."
+    )
 
 
 def describe_nf4() -> str:

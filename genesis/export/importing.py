@@ -109,7 +109,7 @@ def import_directory(
         compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
         is_whole: Whether the proof leaves nothing out, however long it takes.
         has_new_head: Whether the checkpoint is a reward model: the output weight is replaced by one row of initial
-            values, with which scores begin at random.
+            values, with which scores begin at random. Its dtype must be float32, in which the row can be trained.
 
     Raises:
         UserError: The model cannot be represented, the disk has too little space, or `out` exists.
@@ -122,10 +122,8 @@ def import_directory(
         raise UserError(f"cannot read {error.filename} ({error.strerror}): remove it, or correct the path") from None
     # Of the user's own files, before weights in FP8 are copied, which may take hours.
     family, config = read_shape(directory)
-    if has_new_head and is_nf4:
-        raise UserError(
-            "a score head is not trained beside a base in NF4: give --dtype float32 beside --as reward_model"
-        )
+    if has_new_head and (is_nf4 or dtype != torch.float32):
+        raise UserError("a score head is trained in float32 alone: give --dtype float32 beside --as reward_model")
     if has_new_head and config.num_scores is not None:
         raise UserError(f"{directory} is a reward model already: leave out --as reward_model, which keeps its scores")
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None

@@ -332,19 +332,28 @@ def _compare_scores(
     decoder = _build_decoder(directory, names, config, family)
     with stage("scores of genesis", len(texts), "sequences") as shown:
         ours = [score_text(decoder, one) for one in shown.each(texts)]
+    return {
+        "compared": "scores of transformers and genesis in float32, from the weights in this directory",
+        "num_sequences": len(texts),
+        "longest_context": max(map(len, texts)),
+        **measure_scores(ours, theirs),
+    }
+
+
+def measure_scores(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Returns the largest score of transformers, the largest difference of ours, and the tolerance.
+
+    Raises:
+        UserError: A score is not finite, or two differ by more than the tolerance.
+    """
+    if not all(map(math.isfinite, (*ours, *theirs))):  # max() may leave out NaN
+        raise UserError("a score is not finite: the weights have diverged; take an earlier checkpoint")
     largest = max(map(abs, theirs))
     difference = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
     tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
     if not difference <= tolerance:
         raise UserError(f"scores differ by {difference:.3g}, more than the rounding tolerance {tolerance:.3g}")
-    return {
-        "compared": "scores of transformers and genesis in float32, from the weights in this directory",
-        "num_sequences": len(texts),
-        "longest_context": max(map(len, texts)),
-        "largest_logit": largest,
-        "largest_difference": difference,
-        "tolerance": tolerance,
-    }
+    return {"largest_logit": largest, "largest_difference": difference, "tolerance": tolerance}
 
 
 def _compare_nf4(

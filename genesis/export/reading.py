@@ -1,6 +1,7 @@
 """Writes the files that read and end texts as a model learned: tokenizer, chat template and stops of an export."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.generate.load import find_learned_template, load_tokenizer
 from genesis.huggingface.directory import GENERATION_CONFIG_NAME, read_json
 from genesis.model.decoder import DecoderConfig
-from genesis.tokenizer.fast_form import FAST_NAME
+from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import read_file
 from genesis_callbacks.checkpoint import Manifest
 
@@ -52,7 +54,10 @@ class Reading:
         if tokenizer is None:
             return ids
         ends = find_stop_ids(tokenizer, self.learned)
-        controls = (token for token in range(tokenizer.vocab_size) if tokenizer.is_control(token))
+        named = range(tokenizer.vocab_size)
+        controls = (
+            token for token in named if tokenizer.is_control(token) and tokenizer.spell([token], has_controls=True)
+        )
         known = (token for token in (tokenizer.pad_id, tokenizer.bos_id) if token is not None)
         return {**ids, "pad_token_id": next((token for token in (*known, *controls) if token not in ends), None)}
 
@@ -124,10 +129,21 @@ def write_tokenizer(reading: Reading, config: DecoderConfig, layout: Layout, dir
     if files is not None:
         # Before the weights, so that a tokenizer that cannot be exported is refused at once.
         compare_fast_tokenizer(tokenizer, files[FAST_NAME], left_out=_left_out(tokenizer))
-        write_files(files, directory)
+        write_files(files if config.num_scores is None else _name_padding(files, reading), directory)
     if reading.learned is not None:
         (directory / TEMPLATE_NAME).write_bytes(read_file(reading.learned))
     return "own" if files is None else "huggingface"
+
+
+def _name_padding(files: Mapping[str, bytes], reading: Reading) -> dict[str, bytes]:
+    """Returns the files of a reward model's tokenizer, which pads as the model's configuration has it."""
+    pad, changed = reading.ids_of_scores["pad_token_id"], dict(files)
+    if reading.tokenizer is not None and pad not in (None, reading.tokenizer.pad_id):
+        spelling = reading.tokenizer.spell([pad], has_controls=True)
+        for name in (CONFIG_NAME, *({SPECIAL_NAME} & files.keys())):
+            content = {**load_json(files.get(name, b"{}")), "pad_token": spelling}
+            changed[name] = json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+    return changed
 
 
 def _left_out(tokenizer: Tokenizer) -> str:

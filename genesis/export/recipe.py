@@ -21,7 +21,7 @@ _HEAD: Final = """\
 # {corpus}
 # Sequences and batches are as large as the corpus asks for; the start prints both.
 # It trains for data.num_epochs; --trainer.max_steps N or --data.num_tokens N replaces that. Adapters
-# (--model.adapter.rank 16) learn at adapter_lr; --model.optimizer.lr replaces both rates.
+# (--model.adapter.rank 16{also}) learn at adapter_lr; --model.optimizer.lr replaces both rates.
 # To resume a run that was stopped:
 #   genesis fit --config {recipe} --data.corpus corpora/NAME --ckpt_path latest
 """
@@ -43,7 +43,8 @@ def write_recipe(
     """
     place = out.absolute()
     corpus = _NONE if tokenizer_hash is None else _OWN.format(out=place)
-    head = _HEAD.format(recipe=RunDirectory(place).imported_recipe, corpus=corpus)
+    also = "" if config.num_scores is None else " --model.adapter.also_train '[head]'"
+    head = _HEAD.format(recipe=RunDirectory(place).imported_recipe, corpus=corpus, also=also)
     recipe = build_recipe(place, place / checkpoint, config, tokenizer_hash)
     text = head + dump_yaml(recipe)
     RunDirectory(directory).imported_recipe.write_text(text, encoding="utf-8")

@@ -178,7 +178,13 @@ def find_learned_template(checkpoint: Path, manifest: Manifest) -> Path | None:
 
 
 def has_chat_template(path: Path, tokenizer: Path | None = None) -> bool:
-    """Returns whether a checkpoint or an export has a chat template, without reading its weights.
+    """Returns whether a checkpoint or an export has a chat template; otherwise as `find_texts`."""
+    found, learned = find_texts(path, tokenizer)
+    return found is not None and (learned is not None or found.chat_template is not None)
+
+
+def find_texts(path: Path, tokenizer: Path | None = None) -> tuple[Tokenizer | None, Path | None]:
+    """Returns the tokenizer of a checkpoint or an export, and the template that it has learned; reads no weights.
 
     Args:
         path: As in `load_decoder`.
@@ -191,12 +197,10 @@ def has_chat_template(path: Path, tokenizer: Path | None = None) -> bool:
     if reference.kind == "export":
         own = tokenizer if find_format(reference.path) is None else reference.path
         found = None if own is None else open_tokenizer(own)
-        learned = _find_exported_template(reference.path, found)
-    else:
-        checkpoint = reference.find_checkpoint(level="quick")
-        manifest = read_manifest(checkpoint)
-        found, learned = load_tokenizer(tokenizer, manifest, checkpoint), find_learned_template(checkpoint, manifest)
-    return found is not None and (learned is not None or found.chat_template is not None)
+        return found, _find_exported_template(reference.path, found)
+    checkpoint = reference.find_checkpoint(level="quick")
+    manifest = read_manifest(checkpoint)
+    return load_tokenizer(tokenizer, manifest, checkpoint), find_learned_template(checkpoint, manifest)
 
 
 def _find_exported_template(directory: Path, tokenizer: Tokenizer | None) -> Path | None:

@@ -31,14 +31,16 @@ def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template
     """
     if tokenizer is None:
         raise ApiError(
-            "this model has no tokenizer, so that it has no chat: send token ids to /v1/completions",
+            "this model has no tokenizer, so that it has no chat: "
+            + ("name another model" if prompt.is_whole else "send token ids to /v1/completions"),
             param="model",
             code="no_tokenizer",
         )
     if template is None:
         raise ApiError(
-            "this model has no chat template: send a text to /v1/completions, or start the server with "
-            "--chat_template FILE",
+            "this model has no chat template: "
+            + ("name another model" if prompt.is_whole else "send a text to /v1/completions")
+            + ", or start the server with --chat_template FILE",
             param="model",
             code="no_chat_template",
         )

@@ -77,7 +77,10 @@ def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt
         raise ApiError(
             f"logit_bias has the token {wrong}: token ids must be from 0 to {facts.vocab_size - 1}", param="logit_bias"
         )
-    return [_encode(prompt, asked, facts) for prompt in asked.prompts]
+    field = asked.scored_field or "prompt"
+    has_list = asked.scored_field is not None and len(asked.prompts) > 1
+    names = [f"{field}[{index}] with its question" if has_list else field for index in range(len(asked.prompts))]
+    return [_encode(prompt, asked, facts, name) for prompt, name in zip(asked.prompts, names, strict=True)]
 
 
 def _can_come(tokenizer: Tokenizer, stop: str) -> bool:
@@ -86,13 +89,13 @@ def _can_come(tokenizer: Tokenizer, stop: str) -> bool:
     return writes(tokenizer, stop if control is None else control[0])
 
 
-def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPrompt:
+def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, name: str) -> EncodedPrompt:
     context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
     assert not isinstance(prompt, ChatPrompt)
     if isinstance(prompt, str) and asked.is_chat:
         tokenizer = facts.tokenizer
         assert tokenizer is not None
-        _check_length(tokenizer.min_num_tokens(tokenizer.literal.reveal(prompt)), context)
+        _check_length(tokenizer.min_num_tokens(tokenizer.literal.reveal(prompt)), context, name)
         ids, text = tuple(tokenizer.encode_with_controls(prompt)), ""
     elif isinstance(prompt, str):
         ids, text = _encode_text(prompt, facts)
@@ -101,7 +104,7 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPr
         ids, text = prompt, _decode_ids(prompt, facts)
     room = context - len(ids)
     if room < (0 if max_new_tokens == 0 else 1):
-        raise _too_long(f"has {numbered(len(ids), 'tokens')}, more than", context)
+        raise _too_long(f"has {numbered(len(ids), 'tokens')}, more than", context, name)
     if max_new_tokens is not None and max_new_tokens > room:
         raise ApiError(
             f"max_tokens is {max_new_tokens:,}, but the prompt of {numbered(len(ids), 'tokens')} leaves room for "
@@ -127,14 +130,14 @@ def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
     return encode_prompt(tokenizer, text), text
 
 
-def _check_length(num_tokens: int, context: int) -> None:
+def _check_length(num_tokens: int, context: int, name: str = "prompt") -> None:
     """Refuses what is too long.
 
     Raises:
         ApiError: So many tokens do not fit the context.
     """
     if num_tokens > context:
-        raise _too_long("is longer than", context)
+        raise _too_long("is longer than", context, name)
 
 
 def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
@@ -148,9 +151,10 @@ def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
     return write_ids(ids) if facts.tokenizer is None else facts.tokenizer.decode(ids)
 
 
-def _too_long(problem: str, context: int) -> ApiError:
+def _too_long(problem: str, context: int, name: str) -> ApiError:
+    shorter = "the prompt" if name == "prompt" else "it"
     return ApiError(
-        f"prompt {problem} the model's context of {numbered(context, 'tokens')}: shorten the prompt",
-        param="prompt",
+        f"{name} {problem} the model's context of {numbered(context, 'tokens')}: shorten {shorter}",
+        param=name.partition("[")[0],
         code="context_length_exceeded",
     )

@@ -121,7 +121,7 @@ class CompletionRequest:
         tools: The schema of each tool's arguments by its name; none if the model may call none.
         must_call: Whether the answer must be a call of one of the tools.
         has_one_call: Whether the answer ends with its first call.
-        is_score: Whether the prompts are whole conversations, for which a reward model gives scores.
+        scored_field: The field with what a reward model scores, messages or text_2; None where a model writes.
     """
 
     model: str
@@ -142,7 +142,12 @@ class CompletionRequest:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     must_call: bool = False
     has_one_call: bool = False
-    is_score: bool = False
+    scored_field: str | None = None
+
+    @property
+    def is_score(self) -> bool:
+        """Returns whether the prompts are whole conversations, for which a reward model gives scores."""
+        return self.scored_field is not None
 
     @property
     def num_texts(self) -> int:
@@ -266,10 +271,8 @@ def parse_score(body: bytes, max_texts: int) -> CompletionRequest:
     else:
         conversations = [
             ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-            for question, answer in _read_text_pairs(fields)
+            for question, answer in _read_text_pairs(fields, max_texts)
         ]
-    if len(conversations) > max_texts:
-        refuse("text_2", f"has {numbered(len(conversations), 'texts')}: a request may have {max_texts}")
     variables = _read_variables(fields)
     return CompletionRequest(
         model=fields.required_text("model"),
@@ -285,16 +288,18 @@ def parse_score(body: bytes, max_texts: int) -> CompletionRequest:
         has_echo=False,
         is_stream=False,
         has_usage=False,
-        is_score=True,
+        scored_field=given[-1],
     )
 
 
-def _read_text_pairs(fields: Fields) -> list[tuple[str, str]]:
+def _read_text_pairs(fields: Fields, max_texts: int) -> list[tuple[str, str]]:
     """Returns questions with their answers: one question to each answer, or one for all of them."""
     found: dict[str, list[str]] = {}
     for name in ("text_1", "text_2"):
         value = fields.value(name)
         texts = [value] if isinstance(value, str) else value
+        if isinstance(texts, list) and len(texts) > max_texts:
+            refuse(name, f"has {numbered(len(texts), 'texts')}: send at most {max_texts} in a request")
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             refuse(name, f"is {show(value)}: it must be a text, or a list of texts")
         if not all(map(_is_unicode, texts)):

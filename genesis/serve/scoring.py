@@ -31,8 +31,8 @@ def check_can_answer(asked: CompletionRequest, facts: Facts) -> None:
         )
     if asked.is_score and not facts.has_scores:
         raise ApiError(
-            "this model writes text, and no reward model has scored it: name a reward model, or send the conversation "
-            "to /v1/chat/completions",
+            "this model is no reward model and gives no scores: name a reward model (GET /v1/models lists all models), "
+            "or send the conversation to /v1/chat/completions, which writes the next turn",
             param="model",
             code="no_reward_model",
         )

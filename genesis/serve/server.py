@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib import resources
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -41,6 +41,8 @@ _BACKLOG: Final = 4096
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Use = Literal["chat", "text", "scores"]
+"""A model with a chat template, one without, or a reward model."""
 _log = logging.getLogger(__name__)
 _LOGGERS: Final = (__name__, f"{__name__}.http", "genesis.serve.connections", "genesis.serve.worker", "asyncio")
 """The loggers whose repeated lines are counted: those of what clients can cause."""
@@ -54,7 +56,7 @@ class Server:
         load: Loads one of these models; called in a thread.
         guard: The access rule.
         limits: The capacity limits.
-        has_chat: Whether one of the models has a chat template; called in a thread, once for the models of a run.
+        find_use: What one of the models is for; called in a thread, once for the models of a run.
     """
 
     def __init__(
@@ -63,11 +65,11 @@ class Server:
         load: Callable[[Entry], Loaded],
         guard: Guard,
         limits: Limits,
-        has_chat: Callable[[Entry], bool] = lambda _: True,
+        find_use: Callable[[Entry], Use] = lambda _: "chat",
     ) -> None:
         self._catalogue, self._guard, self.limits = catalogue, guard, limits
-        self._has_chat = has_chat
-        self._chats: dict[str, bool] = {}
+        self._find_use = find_use
+        self._uses: dict[str, Use] = {}
         self.pool = ModelPool(load, limits)
         self.preparer = Preparer(limits.max_concurrent)
         self._page = _read_page()
@@ -138,23 +140,23 @@ class Server:
 
     async def _list_entries(self, request: web.Request) -> web.Response:
         entries, newest = await asyncio.to_thread(lambda: (self._catalogue.entries(), self._catalogue.newest()))
-        chats = await asyncio.to_thread(lambda: [self._find_chat(entry) for entry in entries])
+        uses = await asyncio.to_thread(lambda: [self._use(entry) for entry in entries])
         return web.json_response(
             {
-                "models": [_describe_entry(*pair) for pair in zip(entries, chats, strict=True)],
+                "models": [_describe_entry(*pair) for pair in zip(entries, uses, strict=True)],
                 "latest": {name: entry.id for name, entry in newest.items()},
             }
         )
 
-    def _find_chat(self, entry: Entry) -> bool:
-        """Returns whether a model has a chat template; the checkpoints of a run have one tokenizer."""
-        if entry.run not in self._chats:
+    def _use(self, entry: Entry) -> Use:
+        """Returns what a model is for; the checkpoints of a run have one shape and one tokenizer."""
+        if entry.run not in self._uses:
             try:
-                self._chats[entry.run] = self._has_chat(entry)
+                self._uses[entry.run] = self._find_use(entry)
             except (UserError, OSError) as error:
                 _log.warning("%s: no chat: %s", entry.id, error)
-                self._chats[entry.run] = False
-        return self._chats[entry.run]
+                self._uses[entry.run] = "text"
+        return self._uses[entry.run]
 
     async def _show_status(self, request: web.Request) -> web.Response:
         return web.json_response(self.pool.status())
@@ -392,9 +394,10 @@ def _describe_model(name: str, entry: Entry) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(entry.created_seconds), "owned_by": "genesis"}
 
 
-def _describe_entry(entry: Entry, has_chat: bool) -> dict[str, Any]:
+def _describe_entry(entry: Entry, use: Use) -> dict[str, Any]:
     return {
-        "has_chat": has_chat,
+        "has_chat": use == "chat",
+        "has_scores": use == "scores",
         "id": entry.id,
         "run": entry.run,
         "step": entry.step,

@@ -13,6 +13,8 @@ With `data.num_epochs`, `data.num_tokens`, or limits of epochs alone, the number
 module sets it as the Trainer's `max_steps` before the schedule, which is set up after it, looks for its end.
 """
 
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,14 @@ from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
 from genesis.data.validation_windows import ValidationWindows, name_measure
 from genesis.data.window import AccumulationWindow
+from genesis.generate.teacher import TeacherReference
 from genesis.objectives.objective import Objective
 from genesis.objectives.policy_gradient import PolicyGradient
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, count_steps
-from genesis.train.reward import Rewards, identify_reward_models
+from genesis.train.reward import Rewards, find_reward_models, identify_reward_models
 from genesis.train.rollout import Rollouts, check_strategy
 from genesis_callbacks.host_group import HostGroup
 
@@ -89,6 +92,8 @@ class CorpusDataModule(pl.LightningDataModule):
     Attributes:
         training: The training data.
         allows_reward_code: Whether the reward function of `prompts` may be run; set it before a fit.
+        recorded_identity: The identity in the checkpoint that a run continues from, by which the reward models of
+            `prompts` are found again; set it before a fit.
         copy_clock: Measures the time of copying windows to a GPU.
     """
 
@@ -128,6 +133,7 @@ class CorpusDataModule(pl.LightningDataModule):
         self.training = _build_training_data(corpus, stream, prompts, options, verify_hashes, tokenizer_hash)
         self._prompts = self.training if isinstance(self.training, PromptData) else None
         self.allows_reward_code = False
+        self.recorded_identity: Mapping[str, Any] = {}
         self._rollouts: Rollouts | None = None
         self.copy_clock = CopyClock()
         self._validation_micro_batch_size = (
@@ -272,8 +278,18 @@ class CorpusDataModule(pl.LightningDataModule):
     @property
     def identity(self) -> dict[str, str]:
         """The entries that identify the data, and the models that reward answers, in a checkpoint."""
-        rewards = () if self._prompts is None else self._prompts.prompt_options.all_rewards
-        return {**self.training.identity, **identify_reward_models(rewards)}
+        if self._prompts is None:
+            return self.training.identity
+        return {
+            **self.training.identity,
+            **identify_reward_models(self._reward_models, self._prompts.prompt_options.chat_of_others),
+        }
+
+    @cached_property
+    def _reward_models(self) -> dict[str, TeacherReference]:
+        """The reward models, found once: the run of one may go on meanwhile."""
+        assert self._prompts is not None
+        return find_reward_models(self._prompts.prompt_options.all_rewards, self.recorded_identity)
 
     @property
     def has_ragged_pairs(self) -> bool:
@@ -341,7 +357,11 @@ class CorpusDataModule(pl.LightningDataModule):
                 options.reward_seconds,
                 is_allowed=self.allows_reward_code,
                 device=self.trainer.strategy.root_device,
+                models=self.trainer.strategy.broadcast(self._reward_models) if self._reward_models else {},
+                chat=options.chat_of_others,
             )
+            trained = (prompt for prompts in self._prompts.prompts.of_source.values() for prompt in prompts)
+            rewards.check_prompts([*trained, *self._prompts.prompts.held_out])
             self._rollouts = Rollouts(self._prompts, rewards, self.trainer)
 
     def _set_max_steps(self) -> None:

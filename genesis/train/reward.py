@@ -17,7 +17,7 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -31,14 +31,17 @@ from genesis.base.processes import PipedWorker
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
 from genesis.data.prompts import EXACT_MATCH, MATH_ANSWER, OVERLONG, OWN_REWARDS, Prompt, RewardOptions
-from genesis.generate.load import load_decoder
-from genesis.generate.teacher import find_teacher
+from genesis.generate.load import find_texts, load_decoder, require_tokenizer
+from genesis.generate.teacher import TeacherReference, find_teacher
 from genesis.model.scores import score_text
 from genesis.train.reward_worker import Fault
 
 _IMPORT_SECONDS: Final = 600.0
 """How long the modules of reward functions may take to be imported."""
 _MODULE: Final = "genesis.train.reward_worker"
+_MODELS, _TEMPLATES = "reward_models", "reward_templates"
+"""Entries of checkpoints' identity."""
+_SHORT_ANSWER: Final = "So."
 _REMEDY: Final = f"give module:function, file.py:function, {EXACT_MATCH} or {MATH_ANSWER} by data.prompts.reward"
 
 
@@ -50,6 +53,8 @@ class Rewards:
         seconds: How long a user's function may take for an answer.
         is_allowed: Whether the command line allows the user's code.
         device: Where reward models compute.
+        models: The reward models, as `find_reward_models` returns them; None to find them here.
+        chat: The date and the variables of their templates.
 
     Raises:
         UserError: A function is not allowed, or not found, or its module fails, or a model is no reward model.
@@ -62,9 +67,10 @@ class Rewards:
         *,
         is_allowed: bool,
         device: torch.device | str = "cpu",
+        models: Mapping[str, TeacherReference] | None = None,
+        chat: ChatOptions | None = None,
     ) -> None:
         self._options, self._seconds = tuple(options), seconds
-        self._models = {one.model: ModelReward(one.model, device) for one in options if one.model is not None}
         self._functions = [one.function for one in options if one.function not in OWN_REWARDS]
         for name in self._functions:
             place, _, function = name.rpartition(":")
@@ -77,6 +83,8 @@ class Rewards:
                 )
             if place.endswith(".py") and not Path(place).is_file():
                 raise UserError(f"no such file: {place} (relative to {Path.cwd()})")
+        found = find_reward_models(options, {}) if models is None else models
+        self._models = {name: ModelReward(name, one, chat or ChatOptions(), device) for name, one in found.items()}
         if self._functions:
             self._worker = PipedWorker(_MODULE, has_group=True)
             self._end = weakref.finalize(self, self._worker.end)
@@ -107,6 +115,21 @@ class Rewards:
                 is compared; the message names the prompt's row.
         """
         return np.array([self._score(one, prompt, text, number, num_tokens, most_tokens) for one in self._options])
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Refuses reward models that cannot read the prompts, before an answer is written.
+
+        A short answer is scored to the longest prompt, and rendered to one prompt of each order of roles.
+
+        Raises:
+            UserError: A template refuses a conversation, a context is too short, or a score is not finite.
+        """
+        kinds = {tuple(str(message.get("role")) for message in prompt.messages): prompt for prompt in prompts}
+        for model in self._models.values():
+            for prompt in kinds.values():
+                model.encode(prompt, _SHORT_ANSWER)
+            if prompts:
+                model.score(max(prompts, key=lambda prompt: len(prompt.ids)), _SHORT_ANSWER)
 
     def _score(
         self, option: RewardOptions, prompt: Prompt, text: str, number: int, num_tokens: int, most_tokens: int
@@ -153,41 +176,55 @@ class ModelReward:
     """A reward model that scores answers, in float32 or as its files have it. Communicates with no rank.
 
     Args:
-        path: A run, RUN/best, RUN/STEP or an export.
+        path: The value that names it, for messages.
+        found: The checkpoint or the export.
+        chat: The date and the variables of its template.
         device: Where it computes.
 
     Raises:
         UserError: There is no reward model, or it has no chat template.
     """
 
-    def __init__(self, path: str, device: torch.device | str) -> None:
+    def __init__(self, path: str, found: TeacherReference, chat: ChatOptions, device: torch.device | str) -> None:
         self._path = path
-        loaded = load_decoder(Path(path), device=device, allows_scores=True)
+        loaded = load_decoder(found.path, device=device, allows_scores=True)
         self._decoder = loaded.decoder
         if self._decoder.config.num_scores is None:
             raise UserError(
                 f"{path} is no reward model: name one that genesis.objectives.RewardModel has trained by `model` of "
                 "data.prompts.rewards"
             )
-        self._renderer = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False, learned=loaded.learned)
+        self._renderer = open_renderer(loaded.text_tokenizer, chat, is_training=False, learned=loaded.learned)
 
-    def score(self, prompt: Prompt, text: str) -> float:
-        """Returns the score of a prompt with an answer.
+    def encode(self, prompt: Prompt, text: str) -> list[int]:
+        """Returns the tokens of a prompt with an answer.
 
         Raises:
-            UserError: The conversation cannot be rendered, or is longer than the context, or the score is not finite.
+            UserError: The conversation cannot be rendered, or is longer than the context.
         """
         messages = [*prompt.messages, {"role": "assistant", "content": text}]
         try:
             ids = self._renderer.tokenizer.encode_with_controls(self._renderer.write_whole(messages))
         except UserError as error:
-            raise UserError(f"the reward model {self._path} cannot read an answer to {prompt.place}: {error}") from None
+            reason = str(error).replace("chat.date", "data.prompts.date")
+            raise UserError(
+                f"the reward model {self._path} cannot read an answer to {prompt.place}: {reason}"
+            ) from None
         longest = self._decoder.config.max_seq_len
         if len(ids) > longest:
             raise UserError(
                 f"{prompt.place}: an answer has {numbered(len(ids), 'tokens')} with its prompt, and the reward model "
-                f"{self._path} reads {longest:,}: lower data.prompts.max_new_tokens"
+                f"{self._path} reads {longest:,}: lower data.prompts.max_new_tokens, or leave out long prompts"
             )
+        return ids
+
+    def score(self, prompt: Prompt, text: str) -> float:
+        """Returns the score of a prompt with an answer.
+
+        Raises:
+            UserError: The conversation cannot be encoded, or the score is not finite.
+        """
+        ids = self.encode(prompt, text)
         with torch.autocast(self._decoder.output_weight.device.type, enabled=False):
             found = score_text(self._decoder, ids)
         if not math.isfinite(found):
@@ -195,14 +232,41 @@ class ModelReward:
         return found
 
 
-def identify_reward_models(options: Sequence[RewardOptions]) -> dict[str, str]:
-    """Returns the entry of checkpoints' identity with the hashes of reward models; nothing without such.
+def find_reward_models(options: Sequence[RewardOptions], recorded: Mapping[str, Any]) -> dict[str, TeacherReference]:
+    """Returns the reward models by the values that name them; their weights are not read.
+
+    Args:
+        options: The rewards.
+        recorded: The identity in the checkpoint that the run continues from; empty for a new run. Of a run that was
+            trained further, the checkpoint that is recorded is the reward model, if it still exists.
 
     Raises:
         UserError: A model does not exist.
     """
-    hashes = [find_teacher(one.model).hash for one in options if one.model is not None]
-    return {"reward_models": " ".join(hashes)} if hashes else {}
+    names = list(dict.fromkeys(one.model for one in options if one.model is not None))
+    hashes: list[str | None] = [*str(recorded.get(_MODELS, "")).split()]
+    known = hashes if len(hashes) == len(names) else [None] * len(names)
+    return {name: find_teacher(name, hash) for name, hash in zip(names, known, strict=True)}
+
+
+def identify_reward_models(models: Mapping[str, TeacherReference], chat: ChatOptions) -> dict[str, str]:
+    """Returns the entries of checkpoints' identity with the hashes of reward models and of how they read texts.
+
+    Args:
+        models: The reward models; there are no entries without one.
+        chat: The date and the variables of their templates.
+
+    Raises:
+        UserError: A model has no chat template, or no tokenizer.
+    """
+    if not models:
+        return {}
+    hashes = []
+    for found in models.values():
+        tokenizer, learned = find_texts(found.path)
+        renderer = open_renderer(require_tokenizer(tokenizer, found.path), chat, is_training=False, learned=learned)
+        hashes.append(renderer.hash)
+    return {_MODELS: " ".join(found.hash for found in models.values()), _TEMPLATES: " ".join(hashes)}
 
 
 def score_length(num_tokens: int, most_tokens: int, buffer_tokens: int) -> float:

@@ -83,13 +83,19 @@ def test_other_objectives_and_models_without_scores_are_refused_in_one_line(
 
 @pytest.mark.slow
 def test_adapters_are_trained_beside_the_score(
-    genesis: Genesis, recipe: Path, pair_corpus: Path, tmp_path: Path
+    genesis: Genesis, recipe: Path, pair_corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = make_base(tmp_path / "scorer", pair_corpus, shape=SHAPE)
     given = ("--model.adapter", f"{{rank: 4, base: {base}, also_train: [head]}}")
     fitted = genesis("fit", "--config", str(recipe), *given)
     assert fitted.status == 0, fitted.err
     assert "model.decoder.output.weight" in (tmp_path / "run/checkpoints/step-00000004/manifest.json").read_text()
+    assert "the score head is frozen" not in caplog.text
+    beside = ("--model.adapter", f"{{rank: 4, base: {base}}}", "--trainer.max_steps", "1")
+    frozen = genesis("fit", "--config", str(recipe), *beside, "--run_dir", str(tmp_path / "frozen"))
+    assert frozen.status == 0, frozen.err
+    assert "the score head is frozen" in caplog.text
+    assert "--model.adapter.also_train '[head]' trains it" in caplog.text
     refused = genesis("export", "--adapter", str(tmp_path / "run"), str(tmp_path / "peft"))
     assert "is a reward model, whose adapters alone have no score: export it with --merge" in refusal(refused)
     merged = genesis("export", "--merge", str(tmp_path / "run"), str(tmp_path / "out"))

@@ -219,6 +219,24 @@ def test_a_run_does_not_continue_on_other_pairs(corpus: Path, directory: Path) -
         training(options.corpus).load_state(data.state())
 
 
+def test_a_run_does_not_continue_with_other_margins_but_from_a_state_without_them(directory: Path) -> None:
+    found = []
+    for name, factor in (("rated", 1), ("rated_otherwise", 2)):
+        path = directory / f"{name}.jsonl"
+        write_lines(path, [{**record, "margin": factor * number % 4} for number, record in enumerate(RECORDS)])
+        source = SourceOptions("pairs", (str(path),), chat="pairs", value_field="margin")
+        options = options_for(directory, name=name, sources=(source,))
+        prepare_corpus(options)
+        found.append(training(options.corpus))
+    one, other = found
+    state = one.state()
+    one.load_state(state)
+    with pytest.raises(UserError, match=r"was trained with answers .* on, with its margins and values"):
+        other.load_state(state)
+    del state["answers"]
+    other.load_state(state)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("limit", [None, 5])
 def test_validation_reads_every_pair_once_on_equally_many_windows(

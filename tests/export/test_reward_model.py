@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from genesis.base.errors import UserError
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import open_renderer
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.importing import import_directory
+from genesis.export.prove import measure_scores
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import CONFIG_NAME
 from genesis.huggingface.shape import FAMILIES, find_family, read_shape, score_by
@@ -49,6 +52,13 @@ def make_texts(vocab_size: int) -> list[list[int]]:
     return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in (1, 5, 60)]
 
 
+@pytest.mark.parametrize("changes", [{"dtype": torch.bfloat16}, {"dtype": None}, {"is_nf4": True}])
+def test_a_score_head_that_cannot_be_trained_is_not_imported(changes: dict[str, Any], tmp_path: Path) -> None:
+    write_llama(tmp_path / "llama", vocab_size=90)
+    with pytest.raises(UserError, match="trained in float32 alone: give --dtype float32 beside --as reward_model"):
+        import_directory(tmp_path / "llama", tmp_path / "no", has_tokenizer=False, has_new_head=True, **changes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama 3.1", "qwen2", pytest.param("qwen3", marks=pytest.mark.each), "mistral", "olmo2", "qwen3.5"]
@@ -74,6 +84,7 @@ def test_a_reward_model_begins_with_any_model_and_has_its_scores_in_transformers
     state = loaded.decoder.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in again.state_dict().items())
     recipe = (tmp_path / "again/recipe.yaml").read_text()
+    assert "(--model.adapter.rank 16 --model.adapter.also_train '[head]')" in recipe
     assert "num_scores: 1" in recipe
     assert "genesis.objectives.RewardModel" in recipe
 
@@ -114,9 +125,39 @@ def test_the_padding_of_an_export_is_no_token_that_ends_a_text(tmp_path: Path) -
     texts = [[5, 6, loaded.text_tokenizer.eos_id or 0], [9]]
     for ids, score in zip(texts, score_theirs(tmp_path / "scorer", texts), strict=True):
         assert score_text(loaded.decoder, ids) == pytest.approx(score, abs=1e-5)
+    # A batch, as the card has it, by the export's own tokenizer.
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "scorer")
+    assert tokenizer.pad_token_id == content["pad_token_id"]
+    answers = ("So.", "A place to be brief, and no more.")
+    chats = [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    batch = tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True)
+    assert batch["attention_mask"].sum(1).unique().numel() == 2
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scorer").eval()
+    with torch.no_grad():
+        found = model(**batch).logits[:, 0].tolist()
+    renderer = open_renderer(loaded.text_tokenizer, ChatOptions())
+    for chat, score in zip(chats, found, strict=True):
+        assert score_text(loaded.decoder, renderer.render(chat).ids.tolist()) == pytest.approx(score, abs=1e-5)
     card = (tmp_path / "scorer/README.md").read_text()
-    assert f"tokenizer.pad_token_id = {content['pad_token_id']}" in card
+    assert "tokenizer.apply_chat_template(messages, return_tensors='pt', return_dict=True)" in card
     assert "AutoModelForSequenceClassification" in card
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_no_proof_holds_for_scores_that_are_not_finite_or_that_differ(place: int, wrong: float) -> None:
+    theirs = [0.5, -20.0, 0.25]
+    assert measure_scores(theirs, theirs) == {
+        "largest_logit": 20.0,
+        "largest_difference": 0.0,
+        "tolerance": pytest.approx(2e-3),
+    }
+    broken = [wrong if index == place else score for index, score in enumerate(theirs)]
+    for ours, others in ((broken, broken), (theirs, broken), (broken, theirs)):
+        with pytest.raises(UserError, match="a score is not finite"):
+            measure_scores(ours, others)
+    with pytest.raises(UserError, match=r"scores differ by 0\.01, more than the rounding tolerance 0\.002"):
+        measure_scores([0.5, -20.0, 0.26], theirs)
 
 
 def test_the_classes_of_reward_models_are_those_of_transformers() -> None:

@@ -105,8 +105,16 @@ GOOD = {"model": "latest", "text_1": QUESTION, "text_2": "Yes."}
         ({"text_2": ["a", 3]}, "text_2", "must be a text, or a list of texts"),
         ({"text_1": ["a", "b", "c"], "text_2": ["a", "b"]}, "text_1", "has 3 texts, and text_2 has 2"),
         ({"text_2": "\ud800"}, "text_2", "lone surrogate"),
-        ({"text_2": ["a"] * 17}, "text_2", "has 17 texts: a request may have 16"),
-        ({"text_2": "long " * 300}, "prompt", "the model's context of 256 tokens"),
+        ({"text_2": ["a"] * 17}, "text_2", "has 17 texts: send at most 16 in a request"),
+        ({"text_1": [3] * 17}, "text_1", "has 17 texts: send at most 16 in a request"),  # before a text is looked at
+        ({"text_2": "long " * 300}, "text_2", "text_2 has"),
+        ({"text_2": ["a", "long " * 300]}, "text_2", "text_2[1] with its question has"),
+        ({"text_2": ["a", "long " * 300]}, "text_2", "more than the model's context of 256 tokens: shorten it"),
+        (
+            {"text_1": None, "text_2": None, "messages": list(talk("a", "long " * 300))},
+            "messages",
+            "more than the model's context of 256 tokens",
+        ),
         ({"text_1": None, "text_2": None, "messages": [{"role": "user", "content": "a"}]}, "messages", "add it"),
         ({"max_tokens": 3}, "max_tokens", "unknown field"),
         ({"model": "other"}, "model", "no such model"),
@@ -155,5 +163,8 @@ def test_the_command_serves_a_reward_model_beside_one_that_writes(scorer: Path, 
         assert (status, len(answer["data"])) == (200, 1)
         status, answer, _ = running.ask("/v1/completions", {"model": "writer/latest", "prompt": "a", "max_tokens": 2})
         assert status == 200
-        chats = {one["run"]: one["has_chat"] for one in running.ask("/api/models")[1]["models"]}
-        assert chats == {"scorer": False, "writer": True}
+        found = running.ask("/api/models")[1]["models"]
+        assert {one["run"]: (one["has_chat"], one["has_scores"]) for one in found} == {
+            "scorer": (False, True),
+            "writer": (True, False),
+        }

@@ -2,9 +2,10 @@
 
 import math
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from genesis.data.prompts import Prompt, PromptOptions, RewardOptions
 from genesis.data.sources import SourceOptions
 from genesis.generate.load import load_decoder
 from genesis.model.scores import score_text
-from genesis.train.reward import Rewards, identify_reward_models, match_numbers, score_length
+from genesis.train.reward import (
+    Rewards,
+    find_reward_models,
+    identify_reward_models,
+    match_numbers,
+    score_length,
+)
 from genesis.train.reward_worker import Fault, call_function
 from genesis_callbacks.base.manifest import read_committed_hash
 from tests.commands import ForkedCommand
@@ -439,5 +446,59 @@ def test_what_is_no_reward_model_is_refused_at_the_start(scorer: Path, tmp_path:
 def test_the_identity_of_a_run_has_the_hash_of_its_reward_models(scorer: Path) -> None:
     options = (RewardOptions("exact_match"), RewardOptions("reward_model", model=str(scorer)))
     (checkpoint,) = (scorer / "checkpoints").iterdir()
-    assert identify_reward_models(options) == {"reward_models": read_committed_hash(checkpoint)}
-    assert identify_reward_models(options[:1]) == {}
+    identity = identify(options)
+    assert identity["reward_models"] == read_committed_hash(checkpoint)
+    assert identify(options[:1]) == {}
+    dated = identify(options, ChatOptions(date="2026-01-31"))
+    assert dated["reward_models"] == identity["reward_models"]
+    assert dated["reward_templates"] != identity["reward_templates"]
+
+
+def identify(options: Sequence[RewardOptions], chat: ChatOptions | None = None) -> dict[str, str]:
+    return identify_reward_models(find_reward_models(options, {}), chat or ChatOptions())
+
+
+def test_a_reward_model_is_found_once_and_again_after_its_run_has_gone_on(scorer: Path, tmp_path: Path) -> None:
+    run, prompt = shutil.copytree(scorer, tmp_path / "run"), make_prompt()
+    options = (RewardOptions("reward_model", model=str(run)),)
+    models, identity = find_reward_models(options, {}), identify(options)
+    wanted = score(Rewards(options, 60.0, is_allowed=False, models=models), prompt, "So.")
+    save(run / "checkpoints", 2, build_decoder(6, num_scores=1), {}, num_scores=1)
+    for found in (models, find_reward_models(options, identity)):
+        assert identify_reward_models(found, ChatOptions()) == identity
+        assert score(Rewards(options, 60.0, is_allowed=False, models=found), prompt, "So.") == wanted
+    assert identify(options)["reward_models"] != identity["reward_models"]
+    assert score(Rewards(options, 60.0, is_allowed=False), prompt, "So.") != wanted
+    (run / "chat").mkdir()
+    (run / "chat/template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    again = identify_reward_models(models, ChatOptions())
+    assert again["reward_models"] == identity["reward_models"]
+    assert again["reward_templates"] != identity["reward_templates"]
+
+
+def test_a_template_or_a_context_that_does_not_fit_is_refused_before_training(scorer: Path, tmp_path: Path) -> None:
+    run, prompt = shutil.copytree(scorer, tmp_path / "run"), make_prompt()
+    options = (RewardOptions("reward_model", model=str(run)),)
+    (run / "chat").mkdir()
+    (run / "chat/template.jinja").write_text(
+        "{{ strftime_now('%Y') }}{% for message in messages %}{% if message.role == 'system' %}"
+        "{{ raise_exception('no system') }}{% endif %}{{ message.content }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"cannot read an answer to .*, line 7: .* as --data\.prompts\.date 2026-01-31"):
+        Rewards(options, 60.0, is_allowed=False).check_prompts([prompt])
+    dated = Rewards(options, 60.0, is_allowed=False, chat=ChatOptions(date="2026-01-31"))
+    dated.check_prompts([])
+    dated.check_prompts([prompt])
+    system = prompt._replace(messages=[{"role": "system", "content": "Be brief."}, *prompt.messages])
+    with pytest.raises(UserError, match=r"cannot read an answer to .*, line 7: .*no system"):
+        dated.check_prompts([system, prompt])
+    long = prompt._replace(ids=tuple(range(300)), messages=[{"role": "user", "content": "Why? " * 300}])
+    with pytest.raises(UserError, match=r"reads 256: lower data\.prompts\.max_new_tokens, or leave out long prompts"):
+        dated.check_prompts([long, prompt])
+
+
+def test_functions_are_checked_before_a_reward_model_is_loaded(tmp_path: Path) -> None:
+    for function, words in (("a.py:reward", "allow it by --allow_reward_code true"), ("nothing", "give module:")):
+        options = (RewardOptions("reward_model", model=str(tmp_path / "none")), RewardOptions(function, "other"))
+        with pytest.raises(UserError, match=words):
+            Rewards(options, 60.0, is_allowed=False)

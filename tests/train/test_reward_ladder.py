@@ -148,5 +148,6 @@ def test_axes_that_divide_rows_or_the_score_are_refused_in_one_line(
 def test_margins_that_are_no_whole_numbers_are_refused_with_their_row(tmp_path: Path) -> None:
     write_lines(tmp_path / "rated.jsonl", [{**record, "margin": 0.5} for record in RECORDS])
     source = SourceOptions("pairs", (str(tmp_path / "rated.jsonl"),), chat="pairs", value_field="margin")
-    with pytest.raises(UserError, match=r"line 1: margin, the value_field, is 0\.5: it must be true, false or a whole"):
+    wanted = r"line 1: margin, the value_field, is 0\.5: it must be .* give a margin in hundredths, and train with marg"
+    with pytest.raises(UserError, match=wanted):
         write_pair_corpus(tmp_path, sources=(source,))

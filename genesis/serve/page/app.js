@@ -74,7 +74,7 @@ function describe(model) {
 }
 
 function count() {
-  if (models.length === 0) return "no checkpoint yet: the first one will appear here";
+  if (models.length === 0) return "no checkpoint yet that writes text: the first one will appear here";
   const steps = models.filter((model) => model.step !== null).length;
   const runs = [...new Set(models.map((model) => model.run))].join(", ");
   return steps === 0 ? runs : `${runs} \u00b7 ${steps} checkpoint${steps === 1 ? "" : "s"}`;
@@ -150,9 +150,16 @@ function show() {
   writeAddressSoon();
 }
 
+// A reward model writes no text, so that the page has nothing to ask it.
+function onlyWriters(found) {
+  const written = found.models.filter((model) => !model.has_scores);
+  const isWriter = ([, id]) => written.some((model) => model.id === id);
+  return { models: written, latest: Object.fromEntries(Object.entries(found.latest).filter(isWriter)) };
+}
+
 async function refresh() {
   try {
-    const found = await listModels();
+    const found = onlyWriters(await listModels());
     const isNew = JSON.stringify(found) !== JSON.stringify({ models, latest });
     models = found.models;
     latest = found.latest;
