@@ -262,6 +262,8 @@ def _is_held_out(prompt: Prompt, share: float) -> bool:
 def find_reward_file(reward: str) -> Path | None:
     """Returns the source file of the function `module:function` or `file.py:function`, of which nothing is run."""
     place = reward.rpartition(":")[0]
+    if not place:  # a function of Genesis
+        return None
     if place.endswith(".py"):
         return Path(place) if Path(place).is_file() else None
     # Not importlib.util.find_spec, which imports the packages that the module is in.

@@ -1,5 +1,6 @@
 """Training on prompts through the command: allowed by an argument alone, resumed, and refused with another reward."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,12 @@ import pytest
 import yaml
 
 from genesis.tokenizer.open import open_tokenizer
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import read_manifest
 from tests.cli.conftest import Genesis
 from tests.cli.test_run import committed_steps
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.tiny_runs import build_decoder, save
 from tests.train.rollouts import GROUP_SIZE, SEQ_LEN, write_case
 
 ALLOWED = ("--allow_reward_code", "true")
@@ -78,6 +82,32 @@ def test_a_run_on_prompts_is_resumed_and_continued_as_text(genesis: Genesis, cas
     assert committed_steps(run_dir)[-1] == 5
     said = genesis("generate", str(run_dir), "--prompt", "Question", "--max_new_tokens", "3")
     assert said.status == 0, said.err
+
+
+@pytest.mark.slow
+@pytest.mark.each
+def test_a_resume_finds_its_reward_model_again_and_refuses_another_template(
+    genesis: Genesis, case: Path, tmp_path: Path
+) -> None:
+    scorer, run_dir = shutil.copytree(case / "tokenizer", case / "scorer"), tmp_path / "run"
+    first = save(scorer / "checkpoints", 1, build_decoder(1, num_scores=1), {}, num_scores=1)
+    rewards = [{"function": "reward_model", "model": str(scorer)}]
+    changes: dict[str, Any] = {"data.prompts.reward": None, "data.prompts.rewards": rewards}
+    given = ("--config", str(write_prompt_recipe(case, run_dir, **changes)))
+    fitted = genesis("fit", *given, "--trainer.max_steps", "2")
+    assert fitted.status == 0, fitted.err
+    save(scorer / "checkpoints", 2, build_decoder(2, num_scores=1), {}, num_scores=1)
+    resumed = genesis("fit", *given, "--ckpt_path", "latest", "--checkpoint.allow_changed", "[trainer.max_steps]")
+    assert resumed.status == 0, resumed.err
+    identities = [read_manifest(run_dir / f"checkpoints/step-0000000{step}").identity for step in (2, 4)]
+    for identity in identities:
+        assert identity["reward_models"] == read_committed_hash(first)
+        assert identity["reward_templates"] == identities[0]["reward_templates"]
+    (scorer / "chat").mkdir()
+    (scorer / "chat/template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    refused = genesis("fit", *given, "--ckpt_path", "latest")
+    assert refused.status == 2
+    assert "reward_templates" in refused.err
 
 
 @pytest.mark.filterwarnings("ignore:Training failed .UserError.")  # which the command prints
