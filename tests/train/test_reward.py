@@ -212,7 +212,7 @@ def test_a_function_has_a_process_of_its_own_and_changes_nothing_here(tmp_path: 
     assert process != os.getpid()
     os.kill(process, 0)  # it lives
     del rewards
-    assert not is_running(process)
+    wait_until(lambda: not is_running(process))  # what watches it has ended, and the kernel then ends it
 
 
 # ---- the rewards of Genesis
