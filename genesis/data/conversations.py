@@ -6,12 +6,11 @@ other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,9 +166,6 @@ def limit_conversations(chat: ChatOptions, seq_len: int | None, recorded: Path |
     return replace(chat, max_tokens=seq_len)
 
 
-_NUM_THREADS: Final = 2
-"""One encodes while the template of the other one's conversation is rendered, in another process."""
-
 Rendered = tuple[RenderedChat, ...]
 """The documents of a record: one conversation, or the two of a pair."""
 
@@ -218,22 +214,18 @@ class ConversationEncoder:
         chats: list[tuple[Document, Rendered]] = []
         counts, skipped = ConversationCounts(), SkippedCounter()
         refused: list[RefusedRow] = []
-        threads = ThreadPoolExecutor(_NUM_THREADS)
-        try:
-            for document, found in zip(documents, threads.map(self._try, documents), strict=True):
-                if isinstance(found, tuple):
-                    rendered, of_document = found
-                    counts += of_document
-                    if rendered:
-                        assert isinstance(document, Document)
-                        chats.append((document, rendered))
-                elif isinstance(found, ConversationError) and self._skips_bad:
-                    counts += ConversationCounts(num_bad=1)
-                    skipped.add(str(found), partial(_place, document))
-                elif len(refused) < MAX_REFUSED:
-                    refused.append(RefusedRow(_place(document), str(found), isinstance(found, ConversationError)))
-        finally:
-            threads.shutdown(cancel_futures=True)
+        for document, found in zip(documents, map(self._try, documents), strict=True):
+            if isinstance(found, tuple):
+                rendered, of_document = found
+                counts += of_document
+                if rendered:
+                    assert isinstance(document, Document)
+                    chats.append((document, rendered))
+            elif isinstance(found, ConversationError) and self._skips_bad:
+                counts += ConversationCounts(num_bad=1)
+                skipped.add(str(found), partial(_place, document))
+            elif len(refused) < MAX_REFUSED:
+                refused.append(RefusedRow(_place(document), str(found), isinstance(found, ConversationError)))
         return EncodedChats(chats, counts, self._note(chats, skipped), refused)
 
     def _try(self, document: Document | BadRow) -> "tuple[Rendered, ConversationCounts] | UserError":
