@@ -214,7 +214,8 @@ class ConversationEncoder:
         chats: list[tuple[Document, Rendered]] = []
         counts, skipped = ConversationCounts(), SkippedCounter()
         refused: list[RefusedRow] = []
-        for document, found in zip(documents, map(self._try, documents), strict=True):
+        for document in documents:
+            found = self._try(document)
             if isinstance(found, tuple):
                 rendered, of_document = found
                 counts += of_document

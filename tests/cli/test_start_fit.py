@@ -54,7 +54,7 @@ def test_a_fit_imports_no_packages_for_metrics_of_others() -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_forks_its_writer_which_is_found_as_one_and_need_not_import_torch() -> None:
+def test_a_fit_forks_its_writer_which_is_found_as_one() -> None:
     program = """
 import os, sys
 from genesis.base.processes import Mark, find_kind, find_processes

@@ -92,9 +92,23 @@ def climb(
     objective = KTO(**KTO_OPTIONS, reference=reference) if is_valued else DPO(**OPTIONS, reference=reference)
     objective.directory = Path(directory) / "reference"
     module = GenesisModule(decoder, AdamW(lr=3e-3), adapter=config, objective=objective)
-    module.is_restored = True
     data = CorpusDataModule(corpus, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=8)
-    scope = {}
+    return fit_from_base(directory, base, strategy, mode, module, data, *callbacks)
+
+
+def fit_from_base(
+    directory: str,
+    base: str,
+    strategy: str,
+    mode: str,
+    module: GenesisModule,
+    data: CorpusDataModule,
+    *callbacks: Any,
+) -> dict[str, Any]:
+    """Fits a module, which may have adapters, from the latest checkpoint in `directory`, or from the base."""
+    module.is_restored = True
+    scope: dict[str, Any] = {}
+    config = module.adapter_config
     if config is not None:
         found = find_adapter_base(base, None)
         module.base_format = found.format
@@ -105,7 +119,7 @@ def climb(
         keep_last=2,
         mode=mode,  # type: ignore[arg-type]
         restore="weights",
-        **scope,  # type: ignore[arg-type]
+        **scope,
     )
     keep = KeepLog()
     trainer = build_trainer(

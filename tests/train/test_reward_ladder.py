@@ -1,6 +1,5 @@
 """Reward models under strategies: equal on one rank and two, killed and resumed bit for bit."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,13 @@ from genesis.data.sources import SourceOptions
 from genesis.model.adapter import AdapterConfig
 from genesis.objectives import RewardModel
 from genesis.optim import AdamW
-from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
-from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
 from genesis_callbacks.testing import run_ranks
 from tests.data.pair_corpora import RECORDS, SEQ_LEN, write_pair_corpus
 from tests.data.test_conversations import write_lines
-from tests.train.support import build_strategy, build_trainer, counters_of, whole
-from tests.train.test_ladder import KILLED_BEFORE, STEPS, KillAll
-from tests.train.test_preference_ladder import PAIR_DECODER, KeepLog, figures_of, write_base
+from tests.train.test_ladder import KILLED_BEFORE, KillAll
+from tests.train.test_preference_ladder import PAIR_DECODER, figures_of, fit_from_base, write_base
 
 SCORER = replace(PAIR_DECODER, num_scores=1)
 
@@ -56,34 +52,8 @@ def climb(
     decoder = replace(SCORER, dropout=SCORER.dropout if has_dropout else 0.0)  # ranks draw other masks than one
     objective = RewardModel(center_rewards_coefficient=0.05, margin_scale=0.2)
     module = GenesisModule(decoder, AdamW(lr=3e-3), adapter=config, objective=objective)
-    module.is_restored = True
     data = CorpusDataModule(corpus, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=8)
-    scope: dict[str, Any] = {}
-    if config is not None:
-        found = find_adapter_base(base, None)
-        module.base_format = found.format
-        scope["scope"] = build_scope(found, has_magnitudes=False, also_train=config.also_train)
-    checkpoint = AsyncProcessCheckpoint(
-        run_dir=directory, every_n_steps=1, keep_last=2, mode="sync", restore="weights", **scope
-    )
-    keep = KeepLog()
-    trainer = build_trainer(
-        build_strategy(strategy),
-        int(os.environ["WORLD_SIZE"]),
-        STEPS,
-        [TokenCounters(), SkipAwareLR(total_updates=STEPS), keep, checkpoint, CheckpointVerification(), *callbacks],
-        gradient_clip_val=1.0,
-        val_check_interval=3,
-        check_val_every_n_epoch=None,
-    )
-    trainer.fit(module, data, ckpt_path=checkpoint.latest() or Path(base))
-    return {
-        "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
-        "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.training.cursor.position,
-        "restored": None if checkpoint.restore_report is None else checkpoint.restore_report.step,
-        "log": keep.steps,
-    }
+    return fit_from_base(directory, base, strategy, "sync", module, data, *callbacks)
 
 
 @pytest.mark.slow
