@@ -87,20 +87,32 @@ def load_tasks(spec: str, num_fewshot: int | None = None, *, may_run_code: bool 
         if getattr(task, "MULTIMODAL", False):
             raise UserError(f"task {task.task_name} needs more than text, which is not supported; choose another task")
         _set_fewshot(task, num_fewshot)
-        for name in () if may_run_code else ("apply_filters", "process_results"):
-            setattr(task, name, _limit(getattr(task, name), task))
+        if not may_run_code:
+            task.process_results = _limit(task.process_results, lambda: _SECONDS)  # of one question
+            task.apply_filters = _limit(task.apply_filters, functools.partial(_filter_seconds, task))
     return loaded
 
 
-def _limit(function: Callable[..., Any], task: Any) -> Callable[..., Any]:
+def _filter_seconds(task: Any) -> float:
+    return _SECONDS + _SECONDS_PER_QUESTION * len(task.instances)
+
+
+def _limit(function: Callable[..., Any], limit: Callable[[], float]) -> Callable[..., Any]:
     """Returns a function of a task that fails at a limit: a filter, or a metric, may have an expression without end."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():  # which alone gets signals
             return function(*arguments, **options)
-        before = signal.signal(signal.SIGPROF, _end_search)
-        seconds = _SECONDS + _SECONDS_PER_QUESTION * len(task.instances or ())
+        seconds = limit()
+
+        def end(number: int, frame: object) -> NoReturn:
+            raise TaskTemplateError(
+                f"an expression of a filter or a metric takes more than {seconds:g} s of processor time; --allow_code "
+                "runs a task of your own without this limit"
+            )
+
+        before = signal.signal(signal.SIGPROF, end)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             return function(*arguments, **options)
@@ -109,13 +121,6 @@ def _limit(function: Callable[..., Any], task: Any) -> Callable[..., Any]:
             signal.signal(signal.SIGPROF, before)
 
     return call
-
-
-def _end_search(number: int, frame: object) -> NoReturn:
-    raise TaskTemplateError(
-        f"an expression of a filter or a metric takes more than {_SECONDS:g} s of processor time; --allow_code runs a "
-        "task of your own without this limit"
-    )
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,10 @@ def test_a_command_gets_a_signal_once_and_ends_with_the_process_that_runs_it(
         assert process.poll() is None
     process.send_signal(number)
     assert process.wait(60) == status
-    while not (tmp_path / "signals").exists():  # the kernel has the signal for a killed one's command
-        pass
-    assert (tmp_path / "signals").read_text() == f"{passed}\n"
+    signals = tmp_path / "signals"
+    while not signals.exists() or not signals.read_text():  # the kernel has the signal for a killed one's command
+        time.sleep(0.01)
+    assert signals.read_text() == f"{passed}\n"
 
 
 def test_a_command_that_fails_ends_the_whole_with_its_status() -> None:
