@@ -1,4 +1,4 @@
-"""Compares fine-tuning with TRL and PEFT: speed, memory and losses, of adapters, of all weights, and of DPO on pairs.
+"""Compares fine-tuning with TRL and PEFT: speed, memory and losses, on conversations and on pairs of answers.
 
 Each contender is a process that trains the same model on the same packed rows, or on the same pairs of answers without
 padding, with the same optimizer, from the same adapters. Its first steps are short, and their losses are compared with
@@ -9,6 +9,7 @@ rotating order.
 import argparse
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,13 +18,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 from benchmarks import harness
 from benchmarks.demo_files import add_demo_options, find_conversations, find_model
 from benchmarks.processes import PEERS, WORKERS, Contender, WorkerProcess, ask_burst, keeping_logs
 from benchmarks.step import format_contenders
-from benchmarks.workers.finetune_protocol import IGNORE_INDEX, FinetuneWorkload, Kind, Row, write_rows
+from benchmarks.workers.finetune_protocol import (
+    GROUP_SIZE,
+    IGNORE_INDEX,
+    FinetuneWorkload,
+    Kind,
+    Row,
+    write_rows,
+)
 from benchmarks.workers.protocol import Burst, Ready
 from genesis.base.console import Console
 from genesis.base.errors import UserError
@@ -52,6 +61,7 @@ class KindOptions:
         goal: The speed over TRL's that we want to reach.
         has_adapter: Whether adapters are trained.
         has_pairs: Whether the rows are pairs of answers.
+        has_prompts: Whether the contenders write the answers, which are random, so that losses are not compared.
     """
 
     summary: str
@@ -59,12 +69,16 @@ class KindOptions:
     goal: float
     has_adapter: bool = False
     has_pairs: bool = False
+    has_prompts: bool = False
 
 
 KINDS: Final[dict[Kind, KindOptions]] = {
     "lora": KindOptions("adapters on all linear layers of the blocks", lr=2e-4, goal=1.4, has_adapter=True),
     "full": KindOptions("all weights", lr=2e-5, goal=1.25),
     "dpo": KindOptions("adapters by DPO on pairs of answers", lr=5e-5, goal=1.25, has_adapter=True, has_pairs=True),
+    "kto": KindOptions("adapters by KTO on single answers", lr=5e-5, goal=1.25, has_adapter=True, has_pairs=True),
+    "reward": KindOptions("adapters and score of a reward model", lr=5e-5, goal=1.25, has_adapter=True, has_pairs=True),
+    "grpo": KindOptions("adapters by GRPO on own answers", lr=5e-5, goal=1.25, has_adapter=True, has_prompts=True),
 }
 
 
@@ -74,15 +88,16 @@ CONTENDERS: Final = {
         Contender(OURS, "our trainer as `genesis fit` sets it up", WORKERS / "genesis_finetuner.py"),
         Contender(
             TRL,
-            "TRL's SFTTrainer, padding-free, or DPOTrainer, with PEFT; fused AdamW, nothing recomputed",
+            "TRL's trainer of the kind, with PEFT; SFTTrainer padding-free, fused AdamW, nothing recomputed",
             PEERS / "trl_worker.py",
         ),
         Contender(REFERENCE, "a plain loop with transformers and PEFT", PEERS / "finetune_reference_worker.py"),
     )
 }
 _COUNTS: Final = {
-    "batch_size": (2, "rows of a step; DPO has two for each pair"),
+    "batch_size": (2, "rows of a step; of pairs two for each; prompts, with 4 answers each"),
     "seq_len": (512, "tokens of a row in the timed steps"),
+    "answer_tokens": (64, "tokens of an answer that a contender writes"),
     "rank": (32, "rank of the adapters"),
     "loss_steps": (20, "first steps, whose losses are compared"),
     "loss_tokens": (64, "tokens of a row in these steps"),
@@ -105,19 +120,23 @@ def main(argv: list[str]) -> int:
         workload = _prepare(options, model, chats, directory)
         for kind in options.kinds:
             console.print(f"{kind}: {KINDS[kind].summary}", highlight=False)
-            has_adapter = KINDS[kind].has_adapter
             own = replace(
                 workload,
                 kind=kind,
-                adapter=workload.adapter if has_adapter else None,
+                adapter=workload.adapter if KINDS[kind].has_adapter else None,
                 rows=str(_name_rows(directory, KINDS[kind].has_pairs)),
                 optimizer={"lr": KINDS[kind].lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
             )
+            if kind == "reward":
+                scorer = write_scorer(model, directory / "adapter", directory)
+                own = replace(own, model=str(scorer), adapter=str(scorer / "adapter"))
+            if KINDS[kind].has_prompts:
+                own = ask_prompts(own, options, directory)
             record["kinds"][kind] = _measure(own, options, directory)
     harness.finish(record, format_record, options.out)
     differences = [kind["largest_loss_difference"] for kind in record["kinds"].values()]
     # TRL does not decide: transformers gives the pad token's embedding no gradient, which is SmolLM2's end of a turn.
-    return 1 if any(of_one[REFERENCE] > _LOSS_TOLERANCE for of_one in differences) else 0
+    return 1 if any(of_one.get(REFERENCE, 0.0) > _LOSS_TOLERANCE for of_one in differences) else 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -216,6 +235,28 @@ def pair_rows(chats: Sequence[RenderedChat], lengths: Sequence[int]) -> Iterator
             yield Row(prompt + answer, [IGNORE_INDEX] * len(prompt) + answer, [length])
 
 
+def ask_prompts(workload: FinetuneWorkload, options: argparse.Namespace, directory: Path) -> FinetuneWorkload:
+    """Writes the prompt of all steps, and returns the work of a kind whose answers the contenders write.
+
+    It is one prompt again and again, so that all steps have equally many tokens.
+    """
+    rows = directory / "prompts.jsonl"
+    messages = [{"role": "user", "content": "Write a short story about a lighthouse, a storm and an old friend."}]
+    num_steps = 2 + options.pairs * options.burst_steps + 1
+    rows.write_text(f"{json.dumps({'messages': messages})}\n" * num_steps * options.batch_size, encoding="utf-8")
+    prompt = open_renderer(open_tokenizer(Path(workload.model)), ChatOptions()).render_prompt(messages)
+    answers = options.batch_size * GROUP_SIZE
+    return replace(
+        workload,
+        rows=str(rows),
+        batch_size=answers,
+        answer_tokens=options.answer_tokens,
+        tokens_per_window=answers * (len(prompt) + options.answer_tokens),
+        num_warmup_steps=1,
+        num_steps=num_steps,
+    )
+
+
 def write_adapter(model: Path, config: AdapterConfig, out: Path) -> None:
     """Writes new adapters in PEFT's format, from which every contender starts."""
     family, shape = read_shape(model)
@@ -239,6 +280,25 @@ def write_adapter(model: Path, config: AdapterConfig, out: Path) -> None:
     save_file(tensors, out / WEIGHTS_NAME)
 
 
+def write_scorer(model: Path, adapter: Path, directory: Path) -> Path:
+    """Writes the model with a new head of one score, and the adapters with that head, as PEFT needs it.
+
+    Returns the directory of both, of which `adapter` is one inside.
+    """
+    out = directory / "scorer"
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    scorer.save_pretrained(out)
+    for file in model.glob("*tok*"):
+        shutil.copy(file, out)
+    (out / "adapter").mkdir()
+    tensors = load_file(adapter / WEIGHTS_NAME) | {"base_model.model.score.weight": scorer.score.weight.detach()}
+    save_file(tensors, out / "adapter" / WEIGHTS_NAME)
+    content = json.loads((adapter / CONFIG_NAME).read_text()) | {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+    (out / "adapter" / CONFIG_NAME).write_text(json.dumps(content), encoding="utf-8")
+    return out
+
+
 def _measure(workload: FinetuneWorkload, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Returns the results of a kind in plain types. The reference trains alone, for its losses."""
     files = {name: directory / f"losses-{workload.kind}-{name}" for name in CONTENDERS}
@@ -250,15 +310,17 @@ def _measure(workload: FinetuneWorkload, options: argparse.Namespace, directory:
         readies[name] = Ready(**worker.receive())
         return worker
 
-    with ExitStack() as stack:
-        start(stack, REFERENCE, options.loss_steps).stop()
+    if not KINDS[workload.kind].has_prompts:
+        with ExitStack() as stack:
+            start(stack, REFERENCE, options.loss_steps).stop()
     with ExitStack() as stack:
         workers = {name: start(stack, name, workload.num_warmup_steps) for name in (OURS, TRL)}
         ask = ask_burst(options.burst_steps)
         bursts = harness.take_rounds(workers, options.pairs, ask, lambda one: one.tokens_per_second, "tokens/s")
         for worker in workers.values():
             worker.stop()
-    losses = {name: [float(line) for line in file.read_text().split()] for name, file in files.items()}
+    compared = {} if KINDS[workload.kind].has_prompts else files
+    losses = {name: [float(line) for line in file.read_text().split()] for name, file in compared.items()}
     return summarise(bursts, {name: values[: options.loss_steps] for name, values in losses.items()}, readies)
 
 
@@ -300,12 +362,15 @@ def format_record(record: Mapping[str, Any]) -> str:
     options = record["options"]
     notes = [
         f"work: rows of {record['num_conversations']} conversations, {options['batch_size']} x {options['seq_len']} "
-        f"tokens a step, float32, {options['threads']} threads; adapters of rank {options['rank']}. In DPO a pair is "
-        "two rows of one prompt, without padding; the reference is the base",
+        f"tokens a step, float32, {options['threads']} threads; adapters of rank {options['rank']}. A pair is two "
+        "rows of one prompt, without padding; the reference is the base. KTO takes them as single answers, each the "
+        f"mismatched one of the other. In GRPO {GROUP_SIZE} answers of {options['answer_tokens']} tokens to each of "
+        f"{options['batch_size']} prompts are written and trained in a step; tokens are those of prompts and answers",
         f"{options['pairs']} rounds of {options['burst_steps']} steps each, in rotating order; ratios are medians of "
         "pairs within a round, with an interval of 95%. By CPU time, threads that wait for one another count, too",
         f"losses: the largest difference of ours over the first {options['loss_steps']} steps, of "
-        f"{options['batch_size']} x {options['loss_tokens']} tokens, in nats per learned token, of DPO per pair",
+        f"{options['batch_size']} x {options['loss_tokens']} tokens, in nats per learned token, of pairs per pair, "
+        "of KTO per answer",
     ]
     rows = []
     for kind, result in record["kinds"].items():
@@ -320,7 +385,7 @@ def format_record(record: Mapping[str, Any]) -> str:
                 harness.format_ratio(result["speed_over_trl_by_cpu_time"], 2),
                 *(f"{peak[name] / 2**20:,.0f}" for name in (OURS, TRL)),
                 f"{result['memory_over_trl']:.2f}",
-                *(f"{differences[name]:.1e}" for name in (REFERENCE, TRL)),
+                *(f"{differences[name]:.1e}" if differences else "-" for name in (REFERENCE, TRL)),
             ]
         )
     versions = next(iter(record["kinds"].values()))["versions"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch.nn.functional import cross_entropy, logsigmoid
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.workers.finetune_protocol import (
     BETA,
@@ -67,17 +67,55 @@ def backward_pairs(model: Any, rows: list[Row]) -> float:
     return total
 
 
+def backward_answers(model: Any, rows: list[Row]) -> float:
+    """Returns the loss of KTO of a step, in nats per answer, whose gradients it has added; the base is the reference.
+
+    z is the mean over the mismatched answers, which are the answers of the same pairs.
+    """
+    with torch.no_grad():
+        before = [-sum_losses(model, row) for row in rows]
+        with model.disable_adapter():
+            reference = [-sum_losses(model, row) for row in rows]
+    z = torch.stack([one - given for one, given in zip(before, reference, strict=True)]).mean().clamp(min=0)
+    total = 0.0
+    for number, (row, given) in enumerate(zip(rows, reference, strict=True)):
+        ratio = -sum_losses(model, row) - given
+        loss = (1 - torch.sigmoid(BETA * (z - ratio if number % 2 else ratio - z))) / len(rows)
+        loss.backward()
+        total += float(loss)
+    return total
+
+
+def backward_scores(model: Any, rows: list[Row]) -> float:
+    """Returns the loss of a reward model of a step, in nats per pair, whose gradients it has added."""
+    total = 0.0
+    for start in range(0, len(rows), 2):
+        chosen, rejected = (
+            model(input_ids=torch.tensor([row.input_ids]), use_cache=False).logits[0, 0]
+            for row in rows[start : start + 2]
+        )
+        loss = -logsigmoid(chosen - rejected) / (len(rows) // 2)
+        loss.backward()
+        total += float(loss)
+    return total
+
+
+BACKWARD = {"dpo": backward_pairs, "kto": backward_answers, "reward": backward_scores}
+
+
 def train(workload: FinetuneWorkload) -> None:
     """Trains as many steps as there are rows, or until the parent sends `quit`."""
     gate = Gate(workload, ["torch", "transformers", "peft"])
-    model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32)
+    auto = AutoModelForSequenceClassification if workload.kind == "reward" else AutoModelForCausalLM
+    model = auto.from_pretrained(workload.model, dtype=torch.float32)
+    model.config.pad_token_id = None  # a score is that of the last token, also where it is the pad token
     # transformers gives the input embedding of the pad token no gradient; in SmolLM2 that token ends the turns.
     model.get_input_embeddings().padding_idx = None
     if workload.adapter is not None:
         model = PeftModel.from_pretrained(model, workload.adapter, is_trainable=True)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    backward = backward_pairs if workload.kind == "dpo" else backward_tokens
+    backward = BACKWARD.get(workload.kind, backward_tokens)
     options = workload.optimizer
     optimizer = torch.optim.AdamW(trained, **{**options, "betas": tuple(options["betas"])})
     for _, rows in zip(gate.passes(), read_batches(workload), strict=False):

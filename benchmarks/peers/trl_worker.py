@@ -1,27 +1,46 @@
-"""TRL's SFTTrainer or DPOTrainer on the rows of the benchmark `finetune`; adapters are PEFT's."""
+"""TRL's trainers on the rows of the benchmark `finetune`; adapters are PEFT's."""
 
+import json
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from benchmarks.workers.finetune_protocol import (
     BETA,
+    GROUP_SIZE,
     FinetuneWorkload,
     Row,
     append_loss,
     count_prompt,
     finetune_from_json,
     read_rows,
+    score_text,
 )
 from benchmarks.workers.protocol import Gate, NoMoreStepsError
+
+NEVER = -1
+"""An id that no token has."""
 
 
 class Gatekeeper(TrainerCallback):
@@ -35,31 +54,39 @@ class Gatekeeper(TrainerCallback):
         self.gate.before_step()
 
 
-class RecordingTrainer(SFTTrainer):
+class Recording:
     """Writes the loss of each step; the log of the Trainer rounds it."""
 
     workload: FinetuneWorkload
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Trains a step, and writes its loss."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]  # of the trainer after it
         append_loss(self.workload, float(loss))
         return loss
 
 
-class RecordingPairsTrainer(DPOTrainer):
-    """Writes the loss of each step, and takes pairs that are tokens already."""
-
-    workload: FinetuneWorkload
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Trains a step, and writes its loss."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
-        append_loss(self.workload, float(loss))
-        return loss
+class TakesTokens(Recording):
+    """Takes answers that are tokens already."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset
+
+
+class RecordingTrainer(Recording, SFTTrainer):
+    """The trainer of packed rows."""
+
+
+class RecordingPairsTrainer(TakesTokens, DPOTrainer):
+    """The trainer of pairs by DPO."""
+
+
+class RecordingAnswersTrainer(TakesTokens, KTOTrainer):
+    """The trainer of single answers by KTO."""
+
+
+class RecordingScoresTrainer(TakesTokens, RewardTrainer):
+    """The trainer of a reward model."""
 
 
 def build_model(workload: FinetuneWorkload) -> Any:
@@ -116,25 +143,87 @@ def build_trainer(workload: FinetuneWorkload, directory: str) -> RecordingTraine
     )
 
 
-def build_trainer_of_pairs(workload: FinetuneWorkload, directory: str) -> RecordingPairsTrainer:
+def build_trainer_of_pairs(workload: FinetuneWorkload, directory: str) -> Any:
     """Returns the trainer of pairs, whose reference is the base without adapters."""
     assert workload.adapter is not None
-    config = DPOConfig(
-        **build_options(workload, directory), per_device_train_batch_size=workload.batch_size // 2, beta=BETA
-    )
     # A model with adapters would get a copy of them as its reference. New adapters are nothing at the start.
     adapter = PeftConfig.from_pretrained(workload.adapter)
     adapter.inference_mode = False
-    trainer = RecordingPairsTrainer(
-        model=AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32),
+    pairs = read_pairs(read_rows(workload.rows))
+    options = build_options(workload, directory) | {"per_device_train_batch_size": workload.batch_size // 2}
+    if workload.kind == "dpo":
+        kind, config, rows = RecordingPairsTrainer, DPOConfig(**options, beta=BETA), pairs
+    elif workload.kind == "kto":
+        options |= {"per_device_train_batch_size": workload.batch_size}
+        kind, config, rows = RecordingAnswersTrainer, KTOConfig(**options, beta=BETA), split_pairs(pairs)
+    else:
+        kind, config = RecordingScoresTrainer, RewardConfig(**options)
+        rows = [{name: one["prompt_ids"] + one[name] for name in ("chosen_ids", "rejected_ids")} for one in pairs]
+    auto = AutoModelForSequenceClassification if workload.kind == "reward" else AutoModelForCausalLM
+    trainer = kind(
+        model=auto.from_pretrained(workload.model, dtype=torch.float32),
         args=config,
-        train_dataset=Dataset.from_list(read_pairs(read_rows(workload.rows))),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(workload.model),
+        peft_config=adapter,
+        callbacks=[Gatekeeper(workload)],
+    )
+    set_peft_model_state_dict(trainer.model, load_peft_weights(workload.adapter, device="cpu"))
+    if workload.kind == "reward":
+        trainer.model.config.pad_token_id = NEVER  # the score of a row is that of its last token, whatever it is
+    return trainer
+
+
+def build_trainer_of_prompts(workload: FinetuneWorkload, directory: str) -> GRPOTrainer:
+    """Returns the trainer of prompts that the model answers, each answer as long as it may be."""
+    assert workload.adapter is not None
+    options = build_options(workload, directory)
+    del options["max_length"]
+    config = GRPOConfig(
+        **options,
+        per_device_train_batch_size=workload.batch_size,
+        num_generations=GROUP_SIZE,
+        steps_per_generation=1,
+        max_completion_length=workload.answer_tokens,
+        generation_kwargs={"min_new_tokens": workload.answer_tokens},
+        shuffle_dataset=False,
+        beta=0.0,
+        loss_type="grpo",
+    )
+    lines = Path(workload.rows).read_text(encoding="utf-8").splitlines()
+    adapter = PeftConfig.from_pretrained(workload.adapter)
+    adapter.inference_mode = False
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32),
+        reward_funcs=score,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": json.loads(line)["messages"]} for line in lines]),
         processing_class=AutoTokenizer.from_pretrained(workload.model),
         peft_config=adapter,
         callbacks=[Gatekeeper(workload)],
     )
     set_peft_model_state_dict(trainer.model, load_peft_weights(workload.adapter, device="cpu"))
     return trainer
+
+
+def score(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """Returns the reward of each answer."""
+    return [score_text(message["content"]) for (message,) in completions]
+
+
+def split_pairs(pairs: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
+    """Returns the answers of pairs as TRL tokenizes single ones; each is the other's mismatched one."""
+    names = ("chosen_ids", "rejected_ids")
+    return [
+        {
+            "prompt_ids": pair["prompt_ids"],
+            "completion_ids": pair[own],
+            "KL_completion_ids": pair[other],
+            "label": own == "chosen_ids",
+        }
+        for pair in pairs
+        for own, other in (names, names[::-1])
+    ]
 
 
 def read_pairs(rows: list[Row]) -> list[dict[str, list[int]]]:
@@ -152,11 +241,18 @@ def read_pairs(rows: list[Row]) -> list[dict[str, list[int]]]:
     return pairs
 
 
+BUILD: dict[str, Callable[[FinetuneWorkload, str], Any]] = {
+    "lora": build_trainer,
+    "full": build_trainer,
+    "grpo": build_trainer_of_prompts,
+}
+
+
 def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     workload = finetune_from_json(arguments[0])
     with tempfile.TemporaryDirectory() as directory:
-        build = build_trainer_of_pairs if workload.kind == "dpo" else build_trainer
+        build = BUILD.get(workload.kind, build_trainer_of_pairs)
         trainer = build(workload, directory)
         trainer.workload = workload
         with suppress(NoMoreStepsError):

@@ -10,11 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["lora", "full", "dpo"]
-"""What is trained: adapters, the whole model, or adapters by DPO on pairs of answers."""
+Kind = Literal["lora", "full", "dpo", "kto", "reward", "grpo"]
+"""What is trained: adapters, the whole model, adapters on pairs of answers (by DPO, KTO, or as a reward model), or
+adapters by GRPO on answers that the contender writes itself.
+
+In KTO both answers of a pair are single ones, the chosen a good one, and each is the mismatched answer of the other.
+"""
+PAIR_KINDS = ("dpo", "kto", "reward")
 
 BETA = 0.1
-"""The beta of DPO, and its default in TRL."""
+"""The beta of DPO and KTO, and its default in TRL."""
+
+GROUP_SIZE = 4
+"""Answers to a prompt in GRPO."""
 
 IGNORE_INDEX = -100
 
@@ -42,16 +50,17 @@ class FinetuneWorkload:
         kind: What is trained.
         model: The directory of the model, in Hugging Face's layout.
         adapter: The directory of the adapters to start with, in PEFT's format; None if all weights are trained.
-        rows: The file of the rows of all steps. In those of DPO, chosen and rejected answers alternate, each after its
-            prompt, whose tokens are not learned.
+        rows: The file of the rows of all steps. In those of pairs, chosen and rejected answers alternate, each after
+            its prompt, whose tokens are not learned. In that of GRPO, each record has a prompt of one message.
         losses: The file to which the contender appends the loss of each step.
         optimizer: The keyword arguments of AdamW: lr, betas, eps, weight_decay.
         max_grad_norm: The norm to which gradients are clipped.
-        batch_size: The rows of a step; in those of DPO, two for each pair.
+        batch_size: The rows of a step; in those of pairs, two for each; in GRPO the answers.
         tokens_per_window: The tokens of a step that is timed.
         num_threads: Threads of each contender.
         num_warmup_steps: Steps before the first burst: those whose losses are compared, and those that only warm up.
         num_steps: The rows in the file are enough for this many steps.
+        answer_tokens: Tokens of each answer in GRPO, which no end of a turn makes shorter.
     """
 
     kind: Kind
@@ -68,6 +77,7 @@ class FinetuneWorkload:
     num_steps: int
     device: str = "cpu"
     memory_bytes: int | None = None
+    answer_tokens: int = 0
 
     def to_json(self) -> str:
         """Returns the one line that `finetune_from_json` reads."""
@@ -96,12 +106,17 @@ def read_batches(workload: FinetuneWorkload) -> Iterator[list[Row]]:
         yield rows[start : start + workload.batch_size]
 
 
+def score_text(text: str) -> float:
+    """Returns the reward of an answer in GRPO: the share of vowels."""
+    return sum(character in "aeiou" for character in text) / (len(text) + 1)
+
+
 def count_prompt(row: Row) -> int:
     """Returns the number of tokens before the first learned one."""
     return next(index for index, label in enumerate(row.labels) if label != IGNORE_INDEX)
 
 
 def append_loss(workload: FinetuneWorkload, loss: float) -> None:
-    """Appends the loss of a step, in nats per learned token, or per pair."""
+    """Appends the loss of a step, in nats per learned token, or per pair; of KTO per answer."""
     with Path(workload.losses).open("a", encoding="utf-8") as file:
         file.write(f"{loss!r}\n")

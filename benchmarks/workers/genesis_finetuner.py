@@ -6,8 +6,10 @@ Only checkpoints are left out, because the benchmark `checkpoint` measures them.
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,17 +18,22 @@ from torch import Tensor
 
 from benchmarks.workers.finetune_protocol import (
     BETA,
+    GROUP_SIZE,
+    PAIR_KINDS,
     FinetuneWorkload,
+    Kind,
     Row,
     append_loss,
     finetune_from_json,
     read_batches,
 )
 from benchmarks.workers.genesis_trainer import show_as_fit
-from benchmarks.workers.protocol import Gate
+from benchmarks.workers.protocol import Gate, NoMoreStepsError
 from genesis.data.loader import SequenceFormat
 from genesis.data.pair_windows import PAIRS, build_pair_window
 from genesis.data.pairs import Answer, Pair
+from genesis.data.prompts import PromptOptions
+from genesis.data.sources import SourceOptions
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.huggingface.directory import read_json
 from genesis.huggingface.family import Family
@@ -35,11 +42,13 @@ from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.objectives import DPO
+from genesis.objectives import DPO, GRPO, KTO, RewardModel
+from genesis.objectives.objective import Objective
 from genesis.operations.doctor.fits import Windows, build_trainer
 from genesis.operations.doctor.probe import Task
 from genesis.optim import AdamW
 from genesis.strategies import Replicated
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis_callbacks import SkipAwareLR
@@ -83,25 +92,70 @@ def build_window(rows: list[Row]) -> AccumulationWindow:
     return AccumulationWindow((MicroBatch(input_ids, labels, document_ids, offsets),), num_valid, num_valid, 0)
 
 
-def build_window_of_pairs(rows: list[Row]) -> AccumulationWindow:
+def build_window_of_pairs(rows: list[Row], kind: Kind = "dpo") -> AccumulationWindow:
     """Returns the window of a step's pairs, whose answers are joined into one row without padding."""
     answers = [Answer(np.array(row.input_ids), np.array(row.labels) != IGNORE_INDEX) for row in rows]
-    pairs = [Pair(start // 2, answers[start], answers[start + 1]) for start in range(0, len(answers), 2)]
+    if kind == "kto":
+        pairs = [Pair(one, answers[one], answers[one ^ 1], value=1 - one % 2) for one in range(len(answers))]
+    else:
+        pairs = [Pair(start // 2, answers[start], answers[start + 1]) for start in range(0, len(answers), 2)]
     highest = max(int(answer.tokens.max()) for answer in answers)
     # The tokens' bytes do not matter here: nothing is logged per byte.
     form = SequenceFormat(max(len(row.input_ids) for row in rows), 0, np.ones(highest + 1, np.int64), np.dtype("<i4"))
-    return build_pair_window(pairs, form, len(pairs), 0, is_padded=False)
+    return build_pair_window(
+        pairs, form, len(pairs), 0, is_padded=False, is_valued=kind == "kto", has_ends=kind == "reward"
+    )
+
+
+class GatedPrompts(CorpusDataModule):
+    """Prompts whose answers are written when the next step may begin, and do not end before their longest length."""
+
+    def __init__(self, workload: FinetuneWorkload, gate: Gate) -> None:
+        prompts = PromptOptions(
+            sources=(SourceOptions("prompts", (workload.rows,)),),
+            tokenizer=workload.model,
+            reward=f"{Path(__file__).parent / 'vowels.py'}:reward",
+            group_size=GROUP_SIZE,
+            steps_per_rollout=1,
+            max_new_tokens=workload.answer_tokens,
+            num_rows=workload.batch_size,
+        )
+        super().__init__(
+            seq_len=workload.tokens_per_window // workload.batch_size,
+            micro_batch_size=workload.batch_size,
+            global_batch_size=workload.batch_size // GROUP_SIZE,
+            prompts=prompts,
+        )
+        self.allows_reward_code, self._gate = True, gate
+        vars(self.training)["stop_ids"] = frozenset()
+
+    def transfer_batch_to_device(
+        self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
+    ) -> AccumulationWindow:
+        """Waits, then lets the model answer."""
+        self._gate.before_step()
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
 
 def read_start(directory: Path, family: Family, decoder: DecoderConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
     """Returns the options and the tensors of adapters in PEFT's format."""
     content = read_json(directory / CONFIG_NAME)
-    config = AdapterConfig(rank=content["r"], alpha=float(content["lora_alpha"]))
+    also_train: tuple[Literal["head"], ...] = ("head",) if content.get("modules_to_save") else ()
+    config = AdapterConfig(rank=content["r"], alpha=float(content["lora_alpha"]), also_train=also_train)
     with torch.device("meta"):
         built = Decoder(decoder)
         attach_adapters(built, config)
     shapes = {name: tuple(tensor.shape) for name, tensor in built.named_parameters() if tensor.requires_grad}
     return config, read_adapters(directory, config, family, shapes=shapes, base_fingerprint="")
+
+
+def build_data(workload: FinetuneWorkload, gate: Gate) -> pl.LightningDataModule:
+    """Returns the data of the kind, which waits before each step."""
+    if workload.kind == "grpo":
+        return GatedPrompts(workload, gate)
+    build = partial(build_window_of_pairs, kind=workload.kind) if workload.kind in PAIR_KINDS else build_window
+    windows = [build(rows) for rows in read_batches(workload)]
+    return Windows(windows.__getitem__, len(windows), gate.may_begin)
 
 
 def main(arguments: list[str]) -> None:
@@ -110,11 +164,10 @@ def main(arguments: list[str]) -> None:
     gate = Gate(workload, ["torch", "lightning"])
     family, decoder = read_shape(Path(workload.model))
     config, start = (None, {}) if workload.adapter is None else read_start(Path(workload.adapter), family, decoder)
-    objective = DPO(BETA) if workload.kind == "dpo" else None
+    objectives: dict[Kind, Objective] = {"dpo": DPO(BETA), "kto": KTO(BETA), "reward": RewardModel(), "grpo": GRPO()}
+    objective = objectives.get(workload.kind)
     module = GenesisModule(decoder, AdamW(**workload.optimizer), adapter=config, objective=objective)
     module.is_restored, module.start = True, start
-    build = build_window_of_pairs if workload.kind == "dpo" else build_window
-    windows = [build(rows) for rows in read_batches(workload)]
     with tempfile.TemporaryDirectory() as run_dir:
         trainer = build_trainer(
             Task(workload.device, "", run_dir),
@@ -127,7 +180,8 @@ def main(arguments: list[str]) -> None:
             gradient_clip_val=workload.max_grad_norm,
             **show_as_fit(run_dir),
         )
-        trainer.fit(module, datamodule=Windows(windows.__getitem__, len(windows), gate.may_begin))
+        with suppress(NoMoreStepsError):
+            trainer.fit(module, datamodule=build_data(workload, gate))
 
 
 if __name__ == "__main__":

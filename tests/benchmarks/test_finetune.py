@@ -28,7 +28,7 @@ def _write_model(directory: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=128,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
@@ -39,34 +39,38 @@ def _write_model(directory: Path) -> None:
 
 @pytest.mark.bench
 @pytest.mark.usefixtures("forked_finetuners")
-def test_adapters_whole_models_and_dpo_train_with_the_losses_of_peft_and_trl(tmp_path: Path) -> None:
+def test_every_kind_trains_with_the_losses_of_peft_and_trl(tmp_path: Path) -> None:
     _write_model(tmp_path / "model")
     conversations = tmp_path / "conversations.jsonl"
     turns = [[{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "x" * n}] for n in (3, 9)]
     conversations.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
     out = tmp_path / "record.json"
     words = ["--model", str(tmp_path / "model"), "--conversations", str(conversations), "--seq_len", "40"]
-    words += ["--loss_steps", "3", "--loss_tokens", "24", "--rank", "2", "--pairs", "2", "--threads", "1"]
+    counts = {"loss_steps": 3, "loss_tokens": 24, "rank": 2, "pairs": 2, "threads": 1, "answer_tokens": 6}
+    words += [word for name, count in counts.items() for word in (f"--{name}", str(count))]
 
     assert main([*words, "--out", str(out)]) == 0
 
     record = json.loads(out.read_text(encoding="utf-8"))
-    assert list(record["kinds"]) == ["lora", "full", "dpo"]
-    for kind in record["kinds"].values():
-        assert {name: len(losses) for name, losses in kind["losses"].items()} == {
+    assert list(record["kinds"]) == ["lora", "full", "dpo", "kto", "reward", "grpo"]
+    for name, kind in record["kinds"].items():
+        assert [len(speeds) for speeds in kind["tokens_per_second_by_round"].values()] == [2, 2]
+        assert kind["memory_over_trl"] > 0
+        if name == "grpo":  # whose answers are random
+            continue
+        assert {one: len(losses) for one, losses in kind["losses"].items()} == {
             "genesis": 3,
             "trl": 3,
             "reference": 3,
         }
         assert all(difference < 1e-4 for difference in kind["largest_loss_difference"].values())
-        assert [len(speeds) for speeds in kind["tokens_per_second_by_round"].values()] == [2, 2]
-        assert kind["memory_over_trl"] > 0
     # The kinds train different tensors, so that only the first losses are equal.
-    lora, full, dpo = (kind["losses"]["genesis"] for kind in record["kinds"].values())
+    lora, full, dpo, kto, reward = (kind["losses"]["genesis"] for kind in [*record["kinds"].values()][:5])
     assert lora[0] == full[0]
     assert lora[2] != full[2]
     assert dpo[0] == pytest.approx(math.log(2))
-    assert dpo[2] != dpo[0]
+    assert kto[0] == pytest.approx(0.5)
+    assert all(losses[2] != losses[0] for losses in (dpo, kto, reward))
     assert str(tmp_path) not in out.read_text() + out.with_suffix(".md").read_text()
 
 
@@ -120,7 +124,7 @@ def test_speed_and_memory_are_ratios_to_trl_and_losses_are_compared_step_by_step
     ("words", "reason"),
     [
         (["--pairs", "0"], "--pairs is 0: it must be at least 1"),
-        (["--kinds", "lora,ppo"], "--kinds has 'ppo'; there are lora, full, dpo"),
+        (["--kinds", "lora,ppo"], "--kinds has 'ppo'; there are lora, full, dpo, kto, reward, grpo"),
         (["--batch_size", "3"], "--batch_size is 3: dpo has pairs of rows; give an even number"),
         (["--model", "nowhere"], "nowhere does not exist"),
     ],

@@ -266,8 +266,7 @@ def test_a_chat_shows_its_turns_and_sends_those_before_with_the_next(browser, pa
     save(directory / "checkpoints", 1, build_decoder(5), {})
     with start(directory) as running:
         page.goto(f"{running.url}#temperature=0&max_tokens=6")
-        expect(page.get_by_label("Chat", exact=True)).to_be_visible()  # a forced check does not wait for the page
-        page.get_by_label("Chat", exact=True).check(force=True)
+        expect(page.get_by_label("Chat", exact=True)).to_be_checked()  # without being asked for
         turns = panel(page, "a").locator(".turn")
         messages = []
         for text in ("All human?", "And beings?"):
@@ -288,6 +287,10 @@ def test_a_chat_shows_its_turns_and_sends_those_before_with_the_next(browser, pa
             page.screenshot(path=os.environ["GENESIS_SCREENSHOT"])
         page.get_by_role("button", name="New chat").click()
         expect(turns).to_have_count(0)
+        page.get_by_label("Chat", exact=True).uncheck(force=True)
+        expect(page.get_by_label("Prompt")).to_be_visible()
+        page.reload()
+        expect(page.get_by_label("Prompt")).to_be_visible()
 
 
 def test_enter_sends_with_the_system_instructions_and_the_answer_stays_in_view_and_is_copied(page, tmp_path):

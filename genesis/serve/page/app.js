@@ -20,6 +20,7 @@ let latest = {};
 let running = new AbortController();
 let finished = Promise.resolve();
 let addressTimer = 0;
+let isChatChosen = false;
 const picked = { a: "", b: "" };
 const panels = {};
 for (const name of ["a", "b"]) {
@@ -36,6 +37,7 @@ function readAddress() {
   const kept = new URLSearchParams(location.hash.slice(1));
   for (const id of [...NUMBERS, "prompt", ...TEXTS]) if (kept.has(id)) $(id).value = kept.get(id);
   for (const id of SWITCHES) if (kept.has(id)) $(id).checked = kept.get(id) === "1";
+  isChatChosen ||= kept.has("chat");
   picked.a = kept.get("a") ?? picked.a;
   picked.b = kept.get("b") ?? picked.b;
 }
@@ -135,6 +137,8 @@ function show() {
   $("chat").disabled = !hasChat;
   $("chat").parentElement.title = hasChat ? "" : "This model has no chat template";
   if (!hasChat) $("chat").checked = false;
+  else if (!isChatChosen && models.length) $("chat").checked = true;
+  isChatChosen ||= models.length > 0;
   const isChat = $("chat").checked;
   document.body.classList.toggle("is-chat", isChat);
   $("clear").hidden = $("system-line").hidden = $("tools-line").hidden = !isChat;
