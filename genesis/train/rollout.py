@@ -35,7 +35,7 @@ from genesis.data.prompts import OVERLONG, Prompt
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.sampling_options import SamplingOptions
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import AdapterConfig, adapters_merged
 from genesis.model.decoder import Decoder
 from genesis.objectives.objective import Objective
 from genesis.objectives.policy_gradient import (
@@ -251,7 +251,7 @@ class Rollouts:
         whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
         try:
             # Compiled blocks would be compiled again for nearly every length of a prompt.
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), adapters_merged(whole):
                 answers = self._generate(whole, [requests[index] for index in own])
             for index, answer in zip(own, answers, strict=True):
                 (prompt, number), most = asked[index], requests[index].max_new_tokens

@@ -14,6 +14,7 @@ from genesis.model.adapter import (
     BASE_FORMATS,
     AdaptedLinear,
     AdapterConfig,
+    adapters_merged,
     attach_adapters,
     init_adapters,
     is_adapter_tensor,
@@ -158,6 +159,31 @@ def test_the_merged_weights_give_the_logits_of_the_adapters(options: dict[str, A
     merged.load_state_dict(state)
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS), adapted(IDS), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True}], ids=["lora", "dora", "rslora"])
+def test_merged_for_a_while_gives_the_same_logits_and_leaves_no_trace(options: dict[str, Any]) -> None:
+    decoder = build(AdapterConfig(rank=4, alpha=8.0, **options)).eval()
+    names, ids = list(decoder.state_dict()), torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        wanted = decoder(ids)
+        with adapters_merged(decoder):
+            found = decoder(ids)
+            assert list(decoder.state_dict()) == names
+        assert not torch.equal(found, wanted)  # up to rounding
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(decoder(ids), wanted, rtol=0.0, atol=0.0)
+
+
+def test_a_base_in_bfloat16_and_a_large_one_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = build(AdapterConfig(rank=4))
+    monkeypatch.setattr("genesis.model.adapter._MAX_MERGED_BYTES", 100)
+    with adapters_merged(decoder):
+        assert all(one.merged is None for one in decoder.modules() if isinstance(one, AdaptedLinear))
+    monkeypatch.undo()
+    decoder.to(torch.bfloat16)
+    with adapters_merged(decoder):
+        assert all(one.merged is None for one in decoder.modules() if isinstance(one, AdaptedLinear))
 
 
 def test_dropout_of_the_adapters_is_drawn_in_training_alone() -> None:
