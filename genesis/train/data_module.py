@@ -84,7 +84,7 @@ class CorpusDataModule(pl.LightningDataModule):
         prefetch_windows: Number of windows that a thread prepares ahead of the training step.
         verify_hashes: Whether to compare each shard with its hash when it is first read.
         tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
-        prompts: Prompts that the model answers itself, instead of a corpus, for the objectives GRPO and GSPO.
+        prompts: Prompts that the model answers itself, instead of a corpus, for GRPO, GSPO and OnPolicyDistillation.
         num_tokens: Number of tokens to train on, padding included; sets the number of steps.
         skip_positions: Positions to skip, as [FIRST, STOP], STOP not included: steps whose global batch has one of them
             train on nothing. A checkpoint records them. Not for pairs and prompts.
@@ -346,6 +346,7 @@ class CorpusDataModule(pl.LightningDataModule):
         if self._prompts is not None:
             check_strategy(self.trainer.strategy)
             options = self._prompts.prompt_options
+            options.check_rewards(are_learned=getattr(objective, "learns_rewards", True))
             is_of_batch = isinstance(objective, PolicyGradient) and objective.options.advantage == "batch_std"
             if options.max_resamples and is_of_batch:
                 raise UserError(
@@ -503,7 +504,7 @@ def check_data(objective: Objective, data: TrainingData) -> None:
     if given == "prompts" != wanted:
         raise UserError(
             f"data.prompts is given, but model.objective is {name}, which learns from given texts; set model.objective "
-            "to GRPO or GSPO, or give data.corpus"
+            "to GRPO, GSPO or OnPolicyDistillation, or give data.corpus"
         )
     if wanted == "pairs" != given:
         raise UserError(

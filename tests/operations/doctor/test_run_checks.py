@@ -31,7 +31,6 @@ from genesis.operations.doctor.recipe import (
     plan_float8,
     plan_num_steps,
     plan_strategy,
-    refuse_prompts,
     to_arguments,
 )
 from genesis.operations.doctor.run_checks import (
@@ -334,11 +333,6 @@ def test_a_recipe_with_float8_is_examined_without() -> None:
     assert (change.key, change.now) == ("model.float8", None)
     assert plan_float8(complete({"model": {"float8": None}})) is None
     assert plan_float8(complete({})) is None
-
-
-def test_a_recipe_whose_model_answers_prompts_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.prompts"):
-        refuse_prompts(complete({"data": {"prompts": {}}}))
 
 
 def test_options_are_written_as_fit_reads_them() -> None:
