@@ -197,7 +197,7 @@ class OnPolicyDistillation(GRPO):
             return micro_batch
         teacher = self.loaded_teacher
         assert teacher is not None, "set before a fit without a server"
-        num_rows = decoder.config.vocab_size
+        num_rows = len(decoder.output_weight)
         if teacher.num_rows < num_rows:
             raise UserError(
                 f"the teacher has {teacher.num_rows:,} rows in its vocabulary, fewer than the student's {num_rows:,}, "

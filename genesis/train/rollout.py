@@ -192,7 +192,9 @@ class Rollouts:
                 for position in positions
                 for number, answer in enumerate(written[position].answers)
             ]
-            scored = [(np.full(len(rows), np.nan, np.float32), [])]
+            scored: list[tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = [
+                (np.full(len(rows), np.nan, np.float32), [])
+            ]
             if self._objective.needs_old_log_probs:
                 scored = [self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)]
         free_gathered_parameters(decoder)
