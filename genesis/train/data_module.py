@@ -304,10 +304,16 @@ class CorpusDataModule(pl.LightningDataModule):
         return has_fixed_rows(self.trainer)
 
     def read_for(self, objective: Objective) -> None:
-        """Reads the data as an objective learns from them. Call it before anything asks for their packing."""
+        """Reads the data as an objective learns from them. Call it before anything asks for their packing.
+
+        Raises:
+            UserError: The objective needs rewards, and the data have none.
+        """
         if isinstance(self.training, CorpusData):
             self.training.has_answers = objective.learns_from == "answers"
             self.training.has_ends = objective.scores_texts
+        if self._prompts is not None and objective.learns_from == "prompts":
+            self._prompts.prompt_options.check_rewards(are_learned=objective.learns_rewards)
 
     def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
@@ -346,7 +352,6 @@ class CorpusDataModule(pl.LightningDataModule):
         if self._prompts is not None:
             check_strategy(self.trainer.strategy)
             options = self._prompts.prompt_options
-            options.check_rewards(are_learned=getattr(objective, "learns_rewards", True))
             is_of_batch = isinstance(objective, PolicyGradient) and objective.options.advantage == "batch_std"
             if options.max_resamples and is_of_batch:
                 raise UserError(

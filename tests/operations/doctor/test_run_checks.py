@@ -107,6 +107,12 @@ def test_a_kept_tensor_is_counted() -> None:
     assert after.num_bytes - before.num_bytes >= 8000
 
 
+def test_a_kept_loss_is_counted_and_a_value_of_the_log_is_not() -> None:
+    before = count_tensors()
+    kept = [torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    assert count_tensors().num_tensors - before.num_tensors == len(kept) - 1
+
+
 @pytest.mark.parametrize(("num_bytes", "status"), [(100 << 20, "passed"), (200 << 20, "failed")])
 @pytest.mark.parametrize("num_steps", [3, 20])
 def test_a_step_that_takes_much_more_than_its_plan_is_caught(num_bytes: int, status: str, num_steps: int) -> None:
