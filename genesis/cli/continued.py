@@ -96,7 +96,8 @@ def choose_sizes(recipe: ResolvedRecipe, *, is_fit: bool) -> dict[str, Any]:
         recipe: The recipe, whose corpus can be found.
         is_fit: Whether the command trains.
     """
-    sizes = resolve_sizes(recipe, count_ranks(recipe) * recipe.count("trainer.num_nodes"))
+    num_ranks = count_ranks(recipe) * recipe.count("trainer.num_nodes")
+    sizes = resolve_sizes(recipe, num_ranks, find_objective(recipe.get("model.objective")).learns_from)
     if sizes is None:
         return {}
     if is_fit:

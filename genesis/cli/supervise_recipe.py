@@ -78,7 +78,8 @@ def _find_kept(recipe: ResolvedRecipe, name: str) -> Mapping[str, Any] | None:
 
 def _find_batch(recipe: ResolvedRecipe, num_ranks: int) -> int:
     kept = keep_choices(recipe, _find_kept(recipe, "data.global_batch_size"))
-    return resolve_recipe(recipe.complete_by(kept), num_ranks).count("data.global_batch_size")
+    learns_from = find_objective(recipe.get("model.objective")).learns_from
+    return resolve_recipe(recipe.complete_by(kept), num_ranks, learns_from).count("data.global_batch_size")
 
 
 def _note_kernels(recipe: ResolvedRecipe) -> str | None:

@@ -146,6 +146,15 @@ class PromptData:
     def _renderer(self) -> ChatRenderer:
         return open_renderer(self.tokenizer, self.prompt_options.chat, is_training=False, learned=self._learned)
 
+    def write_answer(self, prompt: Prompt, text: str) -> list[int]:
+        """Returns the ids of a prompt with an answer as the template writes them, without tools of the record.
+
+        Raises:
+            UserError: The template refuses the conversation.
+        """
+        messages = [*prompt.messages, {"role": "assistant", "content": text}]
+        return self.tokenizer.encode_with_controls(self._renderer.write_whole(messages))
+
     @cached_property
     def identity(self) -> dict[str, str]:
         """Returns the entries that identify the prompts, and the reward function's source, in a checkpoint."""

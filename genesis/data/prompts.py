@@ -38,6 +38,7 @@ EXACT_MATCH, MATH_ANSWER, OVERLONG, REWARD_MODEL = "exact_match", "math_answer",
 """The reward functions of Genesis itself, which need no permission."""
 OWN_REWARDS: Final = (EXACT_MATCH, MATH_ANSWER, OVERLONG, REWARD_MODEL)
 _MAX_REWARD_SECONDS: Final = 1_000_000
+_LEAST_COMPARED: Final = 2
 _REWARD_NAME: Final = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _OF_OTHERS: Final = re.compile(r"(?:.*_)?(?:spread|no_signal)")
 """Names that would log a reward as a figure of the sum, or of another reward."""
@@ -155,7 +156,7 @@ class PromptOptions:
             check_is_named(getattr(self, name), f"data.prompts.{name}")
         self._check_rewards()
         least = {
-            **{"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1},
+            **{"group_size": 1, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1},
             **{"num_logged_prompts": 0, "max_resamples": 0},
         }
         for name, bound in least.items():
@@ -173,13 +174,12 @@ class PromptOptions:
         _ = self.chat
 
     def _check_rewards(self) -> None:
-        if (self.reward is None) != bool(self.rewards):
-            both = "both" if self.rewards else "neither"
-            raise UserError(f"{both} of data.prompts.reward and data.prompts.rewards is given; give one of them")
+        if self.reward is not None and self.rewards:
+            raise UserError("both of data.prompts.reward and data.prompts.rewards is given; give one of them")
         labels = [reward.label for reward in self.all_rewards]
         if len({*labels}) < len(labels):
             raise UserError(f"data.prompts.rewards has the names {', '.join(labels)}; give each another `name`")
-        if not any(reward.function != OVERLONG for reward in self.all_rewards):
+        if labels and all(reward.function == OVERLONG for reward in self.all_rewards):
             raise UserError(f"data.prompts.rewards has {OVERLONG} alone, which scores the length; add another reward")
         longest = self.max_new_tokens
         for reward in self.rewards:
@@ -192,6 +192,25 @@ class PromptOptions:
             raise UserError(
                 f"data.prompts.reward_seconds is {self.reward_seconds}; it must be above 0 and at most "
                 f"{_MAX_REWARD_SECONDS:,}"
+            )
+
+    def check_rewards(self, *, are_learned: bool) -> None:
+        """Refuses prompts without what an objective needs of rewards.
+
+        Args:
+            are_learned: Whether it learns them.
+
+        Raises:
+            UserError: There are none, or nothing to compare them with.
+        """
+        if are_learned and not self.all_rewards:
+            raise UserError("neither of data.prompts.reward and data.prompts.rewards is given; give one of them")
+        if are_learned and self.group_size < _LEAST_COMPARED:
+            raise UserError(f"data.prompts.group_size is {self.group_size}; it must be at least {_LEAST_COMPARED}")
+        if self.max_resamples and not self.all_rewards:
+            raise UserError(
+                f"data.prompts.max_resamples is {self.max_resamples}, but there are no rewards by which prompts are "
+                "replaced; set it to 0"
             )
 
     @property

@@ -78,12 +78,13 @@ class Documents:
     shortest_source: int | None = None
 
 
-def resolve_sizes(recipe: ResolvedRecipe, num_ranks: int) -> Sizes | None:
+def resolve_sizes(recipe: ResolvedRecipe, num_ranks: int, learns_from: str) -> Sizes | None:
     """Returns the sizes of a recipe of which one is `auto`; None if neither is.
 
     Args:
         recipe: The recipe.
         num_ranks: Number of ranks, over which a batch is divided.
+        learns_from: The kind of data of the recipe's objective (`Objective.learns_from`).
 
     Raises:
         UserError: The corpus cannot be read.
@@ -94,36 +95,40 @@ def resolve_sizes(recipe: ResolvedRecipe, num_ranks: int) -> Sizes | None:
     path, others = recipe.get("data.corpus"), (recipe.get("data.stream"), recipe.get("data.prompts"))
     documents = None
     if path and not any(others) and (Path(path) / MANIFEST_NAME).is_file():
-        documents = describe_documents(open_corpus(Path(path), verify_hashes="never"), recipe.get("data.packing"))
+        corpus, packing = open_corpus(Path(path), verify_hashes="never"), recipe.get("data.packing")
+        documents = describe_documents(corpus, packing, are_answers=learns_from == "answers")
     most = min(_MOST_TOKENS, recipe.count("model.decoder.max_seq_len"))
     chosen = choose_sizes(documents, most, None if seq_len == AUTO else seq_len, None if batch == AUTO else batch)
     multiple = num_ranks * (recipe.get("data.micro_batch_size") or 1) if batch == AUTO else 1
     return replace(chosen, global_batch_size=-(-chosen.global_batch_size // multiple) * multiple)
 
 
-def resolve_recipe(recipe: ResolvedRecipe, num_ranks: int) -> ResolvedRecipe:
+def resolve_recipe(recipe: ResolvedRecipe, num_ranks: int, learns_from: str) -> ResolvedRecipe:
     """Returns a recipe with numbers in the place of `auto`, for commands that train nothing."""
-    sizes = resolve_sizes(recipe, num_ranks)
+    sizes = resolve_sizes(recipe, num_ranks, learns_from)
     return recipe if sizes is None else recipe.complete_by(sizes.options)
 
 
-def describe_documents(corpus: Corpus, packing: str | None) -> Documents:
+def describe_documents(corpus: Corpus, packing: str | None, *, are_answers: bool = False) -> Documents:
     """Returns what a choice needs to know of the training set of a corpus.
 
     Args:
         corpus: The corpus, open.
         packing: `data.packing`; None for the default of the corpus.
+        are_answers: Whether each document is a single answer with a value, in a sequence of its own.
     """
     manifest = corpus.manifest
     num_tokens = sum(source.num_tokens for source in corpus.train)
     default = CUT_EVENLY if manifest.chat is None else KEPT_WHOLE
-    if (packing or default) == CUT_EVENLY and not manifest.is_paired:
+    if (packing or default) == CUT_EVENLY and not manifest.is_paired and not are_answers:
         shortest = min((source.num_tokens for source in corpus.train), default=None)
         return Documents("text", 0, num_tokens, 0, shortest_source=shortest)
     number = sum(source.num_documents for source in corpus.train)
     longest = max((_find_longest(source.document_ends()) for source in corpus.train), default=0)
     if manifest.is_paired:
         return Documents("pairs", number // 2, num_tokens, longest, has_own_rows=True)
+    if are_answers:
+        return Documents("answers", number, num_tokens, longest, has_own_rows=True)
     what = "documents" if manifest.chat is None else "conversations"
     return Documents(what, number, num_tokens, longest, has_own_rows=packing == "pad")
 

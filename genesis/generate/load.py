@@ -369,6 +369,19 @@ def _read_export_config(directory: Path) -> tuple[DecoderConfig, Family | None]:
     return build_decoder_config(read_json(directory / DECODER_NAME), where=str(directory / DECODER_NAME)), None
 
 
+def find_decoder_config(path: str | Path) -> DecoderConfig:
+    """Returns the shape of a run's newest checkpoint, of a checkpoint or of an export; reads no weights.
+
+    Raises:
+        UserError: There is no such model.
+    """
+    reference = read_reference(path)
+    if reference.kind == "export":
+        return _read_export_config(reference.path)[0]
+    checkpoint = reference.find_checkpoint(level=None)
+    return _read_run_config(checkpoint, read_manifest(checkpoint))
+
+
 _Read = tuple[DecoderConfig, dict[str, Tensor], Tokenizer | None]
 
 

@@ -115,11 +115,8 @@ class Distillation(Objective):
                 "model.objective is a distillation, but data.prompts has no text to learn: give data.corpus or "
                 "data.stream"
             )
-        found = None if self.teacher is None else fit.find_teacher(self.teacher, fit.recorded.get(TEACHER))
-        tokenizer_hash = fit.data.identity["tokenizer_hash"]
-        tokenizer = fit.tokenizer if tokenizer_hash else None
+        found = None if self.teacher is None else find_fitting(fit, self.teacher)
         if found is not None:
-            found.check_tokenizer(tokenizer_hash, fit.data.vocabulary_owner, tokenizer)
             self.teacher = str(found.path)
         if self.cache is not None:
             cache = self._open_cache(Path(self.cache).resolve(), fit.data, found)
@@ -128,7 +125,7 @@ class Distillation(Objective):
             assert found is not None, "the objective has a teacher or a cache"
             self.loaded_teacher, _ = fit.load_teacher(
                 found,
-                tokenizer=tokenizer,
+                tokenizer=fit.tokenizer if fit.data.identity["tokenizer_hash"] else None,
                 vocab_size=fit.data.vocab_size,
                 seq_len=fit.data.options.seq_len,
                 top_k=self.top_k,
@@ -197,6 +194,18 @@ class Distillation(Objective):
             "loss": sums.terms[TOKENS] / num_tokens,
             **{name: sums.figures[name] / num_tokens for name in (_CROSS_ENTROPY, _DIVERGENCE, _REST)},
         }
+
+
+def find_fitting(fit: FitContext, teacher: str) -> FoundTeacher:
+    """Returns the teacher that a value names; of a run that continues, the one that its checkpoint records.
+
+    Raises:
+        UserError: There is no such teacher, or it has another tokenizer than the data.
+    """
+    found = fit.find_teacher(teacher, fit.recorded.get(TEACHER))
+    tokenizer_hash = fit.data.identity["tokenizer_hash"]
+    found.check_tokenizer(tokenizer_hash, fit.data.vocabulary_owner, fit.tokenizer if tokenizer_hash else None)
+    return found
 
 
 def check_options(top_k: int, temperature: float) -> None:

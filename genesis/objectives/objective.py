@@ -149,6 +149,8 @@ class Objective(ABC):
             token alike beside any other tokens. `genesis fit` then trains without dropout (`model.keeps_dropout`).
         needs_token_log_probs: Of prompts: whether it needs the log-probability of each token by the weights that wrote
             the answer, beside their sum.
+        needs_old_log_probs: Of prompts: whether it needs the log-probability of an answer by those weights.
+        learns_rewards: Of prompts: whether it learns rewards, and needs some; else they are logged alone.
         masks_cut_answers: Of prompts: whether it does not learn answers that the longest length has cut.
         reports_loss: Whether its loss shows how well training goes, so that telemetry watches it.
         label_options: The options under which it minimises the cross-entropy of its labels alone; None without such.
@@ -158,7 +160,7 @@ class Objective(ABC):
             reference.
         head_memory: What its head keeps, for a plan: `fused` makes the gradient of a cross-entropy in the forward,
             `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions,
-            `scores` one number for each text.
+            `reverse_kl` makes the gradient of one by the teacher's hidden states, `scores` one number for each text.
         memory_note: A line for a plan about a reference that is no second model; empty without one.
         has_teacher: Whether it may run another model beside the trained one.
         runs_model: Whether `prepare` runs the trained model: in a pipeline all ranks then call it before a window, else
@@ -175,12 +177,14 @@ class Objective(ABC):
     least_micro_batch: ClassVar[int] = 1
     compares_forwards: ClassVar[bool] = False
     needs_token_log_probs: bool = False
+    needs_old_log_probs: bool = True
+    learns_rewards: bool = True
     masks_cut_answers: bool = False
     reports_loss: ClassVar[bool] = True
     label_options: ClassVar[Mapping[str, Any] | None] = None
     initial_loss: float | None = None
     scores_texts: ClassVar[bool] = False
-    head_memory: ClassVar[Literal["fused", "tokens", "distributions", "scores"]] = "tokens"
+    head_memory: ClassVar[Literal["fused", "tokens", "distributions", "reverse_kl", "scores"]] = "tokens"
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
     runs_model: ClassVar[bool] = False

@@ -296,7 +296,8 @@ class PolicyGradient(Objective):
             if name.startswith(start)
         }
         if not sums.terms:
-            return {name: figures[name] / num_answers for name in VALIDATION_FIGURES} | single
+            known = (name for name in VALIDATION_FIGURES if name in figures)
+            return {name: figures[name] / num_answers for name in known} | single
         names = ["reward", "reward_spread", "no_signal", "clipped", "ratio", "finished"]
         names += ["kl"] * bool(self.kl)
         measured = {

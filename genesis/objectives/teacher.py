@@ -1,8 +1,9 @@
 """The teacher of a distillation: a frozen decoder that is no part of the trained model."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,9 +66,24 @@ class Teacher:
         self._device = torch.device("meta")
         self._head = partial(read_classes, vocab_size=vocab_size, top_k=top_k, temperature=temperature)
 
-    @torch.no_grad()
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of rows of its output weight: the tokenizer's ids, and padding."""
+        return self._decoder.config.vocab_size
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Returns its output weight, on the device of the last call."""
+        return self._decoder.output_weight
+
     def read(self, micro_batch: MicroBatch) -> TeacherClasses:
         """Returns the classes of each position of a micro-batch, on its device, which the first call moves to."""
+        classes: TeacherClasses = self.run(micro_batch, self._head)
+        return classes
+
+    @torch.no_grad()
+    def run(self, micro_batch: MicroBatch, head: Callable[[Tensor, Tensor], Any]) -> Any:
+        """Returns what a head makes of its hidden states and its output weight, on the micro-batch's device."""
         device = micro_batch.input_ids.device
         if device != self._device:
             prepare_kernels(self._decoder.config, device)
@@ -75,13 +91,12 @@ class Teacher:
             self._device = device
         # Training runs under autocast, which would round the teacher's products.
         with torch.autocast(device.type, enabled=False):
-            classes: TeacherClasses = self._decoder(
+            return self._decoder(
                 micro_batch.input_ids,
                 document_ids=micro_batch.document_ids,
                 document_offsets=micro_batch.document_offsets,
-                head=self._head,
+                head=head,
             )
-        return classes
 
 
 def name_classes(classes: TeacherClasses) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ class CorpusDataModule(pl.LightningDataModule):
         prefetch_windows: Number of windows that a thread prepares ahead of the training step.
         verify_hashes: Whether to compare each shard with its hash when it is first read.
         tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
-        prompts: Prompts that the model answers itself, instead of a corpus, for the objectives GRPO and GSPO.
+        prompts: Prompts that the model answers itself, instead of a corpus, for GRPO, GSPO and OnPolicyDistillation.
         num_tokens: Number of tokens to train on, padding included; sets the number of steps.
         skip_positions: Positions to skip, as [FIRST, STOP], STOP not included: steps whose global batch has one of them
             train on nothing. A checkpoint records them. Not for pairs and prompts.
@@ -304,10 +304,16 @@ class CorpusDataModule(pl.LightningDataModule):
         return has_fixed_rows(self.trainer)
 
     def read_for(self, objective: Objective) -> None:
-        """Reads the data as an objective learns from them. Call it before anything asks for their packing."""
+        """Reads the data as an objective learns from them. Call it before anything asks for their packing.
+
+        Raises:
+            UserError: The objective needs rewards, and the data have none.
+        """
         if isinstance(self.training, CorpusData):
             self.training.has_answers = objective.learns_from == "answers"
             self.training.has_ends = objective.scores_texts
+        if self._prompts is not None and objective.learns_from == "prompts":
+            self._prompts.prompt_options.check_rewards(are_learned=objective.learns_rewards)
 
     def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
@@ -503,7 +509,7 @@ def check_data(objective: Objective, data: TrainingData) -> None:
     if given == "prompts" != wanted:
         raise UserError(
             f"data.prompts is given, but model.objective is {name}, which learns from given texts; set model.objective "
-            "to GRPO or GSPO, or give data.corpus"
+            "to GRPO, GSPO or OnPolicyDistillation, or give data.corpus"
         )
     if wanted == "pairs" != given:
         raise UserError(

@@ -143,6 +143,7 @@ RECIPE_POLICY: Final = DriftPolicy(
         # The identity has the hashes of a distillation's teacher and cache.
         ("free", "model.objective.init_args.teacher"),
         ("free", "model.objective.init_args.cache"),
+        *(("free", f"model.objective.init_args.{name}") for name in ("url", "request_seconds", "num_requests")),
         *(("never", pattern) for pattern in _NEVER),
         *(("free", pattern) for pattern in _FREE),
     ),

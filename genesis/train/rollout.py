@@ -109,7 +109,7 @@ class Rollouts:
         """Returns this rank's window with its answers. All ranks call it for the same window."""
         data = self._data
         position = window.data_position - data.options.global_batch_size
-        if self._objective.needs_token_log_probs and any(one.token_log_probs is None for one in data.groups.values()):
+        if any(self._lacks_log_probs(one) for one in data.groups.values()):
             data.groups = {}  # of a run whose objective did not need them
         (num_missing,) = HostGroup().sum((len(data.plan_rollout(position)),)).wait()
         if num_missing:
@@ -148,6 +148,8 @@ class Rollouts:
         figures = dict(zip(VALIDATION_FIGURES, sums, strict=True)) | {
             REWARD_OF + name: values.sum() for name, values in self._by_name(single)
         }
+        if not self._options:
+            del figures[REWARD]
         return replace(
             window,
             num_valid_tokens=num_tokens,
@@ -190,7 +192,11 @@ class Rollouts:
                 for position in positions
                 for number, answer in enumerate(written[position].answers)
             ]
-            scored = [self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)]
+            scored: list[tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = [
+                (np.full(len(rows), np.nan, np.float32), [])
+            ]
+            if self._objective.needs_old_log_probs:
+                scored = [self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)]
         free_gathered_parameters(decoder)
         old_log_probs = np.concatenate([sums for sums, _ in scored])
         of_tokens = [one for _, found in scored for one in found]
@@ -206,6 +212,10 @@ class Rollouts:
                 one.num_resamples,
             )
         self._write_samples(positions[: options.num_logged_prompts])
+
+    def _lacks_log_probs(self, group: Group) -> bool:
+        of_answers = self._objective.needs_old_log_probs and bool(np.isnan(group.old_log_probs).any())
+        return of_answers or (self._objective.needs_token_log_probs and group.token_log_probs is None)
 
     def _add(self, single: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the weighted sum of the rewards of each answer."""
@@ -270,7 +280,7 @@ class Rollouts:
         # Peers that scored an answer each would train on other rewards where a reward function is not deterministic.
         of_peers = {index: one for given in HostGroup(groups).gather(written) for index, one in given.items()}
         ordered = [of_peers[index] for index in range(len(requests))]
-        single = np.array([found for _, found in ordered], np.float64).reshape(-1, len(self._options))
+        single = np.array([found for _, found in ordered], np.float64).reshape(len(ordered), len(self._options))
         return [answer for answer, _ in ordered], single
 
     def _generate(self, decoder: Decoder, requests: Sequence[Request]) -> list[NDArray[np.int32]]:
@@ -355,8 +365,9 @@ class Rollouts:
                     "text": self._text(answer),
                     "num_tokens": len(answer),
                     "is_finished": bool(group.is_finished[number]),
-                    "reward": float(group.rewards[number]),
                 }
+                if self._options:
+                    sample["reward"] = float(group.rewards[number])
                 sample |= {f"reward_{name}": float(ones[number]) for name, ones in self._by_name(group.single_rewards)}
                 lines.append(json.dumps(sample, ensure_ascii=False, default=repr))
         run = RunDirectory(checkpoints[0].directory.parent)
@@ -420,14 +431,15 @@ class Rollouts:
         columns: dict[str, list[float]] = {}
         for row in rows:
             group = self._data.groups[row.position]
-            values = {
-                ADVANTAGE: advantages[row.position][row.number],
-                OLD_LOG_PROB: group.old_log_probs[row.number],
-                REWARD: group.rewards[row.number],
-                SPREAD: measure_spread(group.rewards),
-                IS_FINISHED: group.is_finished[row.number],
-                IS_FIRST: is_first,
-            }
+            values = {IS_FINISHED: group.is_finished[row.number], IS_FIRST: is_first}
+            if self._objective.needs_old_log_probs:
+                values[OLD_LOG_PROB] = group.old_log_probs[row.number]
+            if self._options:
+                values |= {
+                    ADVANTAGE: advantages[row.position][row.number],
+                    REWARD: group.rewards[row.number],
+                    SPREAD: measure_spread(group.rewards),
+                }
             if self._data.prompt_options.max_resamples:
                 values[NUM_ASKED] = group.num_resamples + 1
             for name, ones in self._by_name(group.single_rewards):

@@ -35,8 +35,7 @@ def open_data(tmp_path: Path, tokenizer: Path, records: list[Any], **changes: An
     options = PromptOptions(
         (SourceOptions("questions", (str(path),)),),
         str(tokenizer),
-        f"{reward}:reward",
-        **({"group_size": 2, "steps_per_rollout": 2} | changes),
+        **({"reward": f"{reward}:reward", "group_size": 2, "steps_per_rollout": 2} | changes),
     )
     return PromptData(options, TrainingOptions(**batch), tokenizer_hash=None)
 
@@ -236,7 +235,7 @@ def test_epochs_end_the_data_at_the_last_whole_batch(tmp_path: Path, tokenizer: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_size": 1}, "group_size is 1; it must be at least 2"),
+        ({"group_size": 0}, "group_size is 0; it must be at least 1"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"batch": {"packing": "best_fit"}}, "data.packing is best_fit"),
         ({"batch": {"micro_batch_size": 3}}, "has 4 answers, not divisible into micro-batches of .* 3"),
@@ -247,6 +246,26 @@ def test_options_that_cannot_be_trained_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         open_data(tmp_path, tokenizer, [{"prompt": "Hello"}], **changes).open(Ranks())
+
+
+@pytest.mark.parametrize(
+    ("changes", "are_learned", "message"),
+    [
+        ({"group_size": 1}, True, "group_size is 1; it must be at least 2"),
+        ({"reward": None}, True, r"neither of data\.prompts\.reward and data\.prompts\.rewards is given; give one"),
+        ({"reward": None, "max_resamples": 1}, False, "max_resamples is 1, but there are no rewards"),
+        ({"group_size": 1, "reward": None}, False, None),
+    ],
+)
+def test_what_an_objective_needs_of_rewards_is_refused_where_it_is_missing(
+    tmp_path: Path, tokenizer: Path, changes: dict[str, Any], are_learned: bool, message: str | None
+) -> None:
+    options = open_data(tmp_path, tokenizer, [{"prompt": "Hello"}], **changes).prompt_options
+    if message is None:
+        options.check_rewards(are_learned=are_learned)
+        return
+    with pytest.raises(UserError, match=message):
+        options.check_rewards(are_learned=are_learned)
 
 
 def test_the_state_of_other_data_is_refused(tmp_path: Path, tokenizer: Path) -> None:

@@ -1,11 +1,14 @@
 """The sizes that `auto` stands for: steps of small and large corpora, and sequences that cut no conversation."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from genesis.data.corpus import open_corpus
 from genesis.data.sizes import Documents, Sizes, choose_sizes, resolve_sizes
 from genesis.recipe.resolved import ResolvedRecipe
+from tests.outside.test_kto import prepare_answers
 
 CHAT = Documents("conversations", 300, 17_640, 123)
 TEXT = Documents("text", 0, 10_000_000, 0)
@@ -54,13 +57,23 @@ def test_a_size_that_is_given_stays_and_the_other_follows_from_it() -> None:
     assert choose_sizes(CHAT, 2048, 256, None).global_batch_size == 2
     assert choose_sizes(CHAT, 2048, None, 16).seq_len == 512
     given = {"global_batch_size": 3, "micro_batch_size": 2}
-    assert resolve_sizes(complete(4096, **given, seq_len=256), 8) is None
-    sizes = resolve_sizes(complete(1000, **given, seq_len="auto"), 8)
+    assert resolve_sizes(complete(4096, **given, seq_len=256), 8, "text") is None
+    sizes = resolve_sizes(complete(1000, **given, seq_len="auto"), 8, "text")
     assert sizes is not None
     assert (sizes.seq_len, sizes.global_batch_size) == (1000, 3)  # a number of the user's, which the fit judges
 
 
+def test_a_step_of_single_answers_counts_them_as_conversations_are_counted(tmp_path: Path) -> None:
+    corpus = prepare_answers(tmp_path)
+    recipe = complete(512, corpus=str(corpus), seq_len="auto", global_batch_size="auto")
+    sizes = resolve_sizes(recipe, 1, "answers")
+    number = sum(source.num_documents for source in open_corpus(corpus, verify_hashes="never").train)
+    assert sizes is not None
+    assert sizes.global_batch_size == max(1, int(number**0.5 / 2))
+    assert f"of all {number} answers" in sizes.reason
+
+
 def test_a_batch_is_divided_over_ranks_and_micro_batches() -> None:
-    sizes = resolve_sizes(complete(512, seq_len="auto", global_batch_size="auto", micro_batch_size=3), 4)
+    sizes = resolve_sizes(complete(512, seq_len="auto", global_batch_size="auto", micro_batch_size=3), 4, "text")
     assert sizes is not None
     assert (sizes.seq_len, sizes.global_batch_size) == (512, 12)

@@ -123,6 +123,11 @@ def answer(
 
 def read_log(directory: Path) -> list[dict[str, float]]:
     """Returns the training metrics of each step."""
+    return read_rows(directory, "train/reward")
+
+
+def read_rows(directory: Path, name: str) -> list[dict[str, float]]:
+    """Returns the lines that have a metric."""
     with (directory / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("train/reward")]
+        rows = [row for row in csv.DictReader(file) if row.get(name)]
     return [{name: float(value) for name, value in row.items() if value} for row in rows]

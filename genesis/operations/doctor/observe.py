@@ -48,7 +48,10 @@ class LiveTensors(NamedTuple):
 
 
 def count_tensors(ignored: Iterable[torch.Tensor] = ()) -> LiveTensors:
-    """Returns how many tensors Python knows.
+    """Returns how many tensors Python knows, without single numbers in float64.
+
+    These are values of the log (`genesis.train.logged_values`). How many there are differs from step to step, by what
+    was measured since the step before; a kept loss is a number in the dtype of the training.
 
     Args:
         ignored: Tensors whose storages do not count.
@@ -56,7 +59,8 @@ def count_tensors(ignored: Iterable[torch.Tensor] = ()) -> LiveTensors:
     gc.collect()
     storages: dict[int, int] = {}
     # `type`, because `isinstance` asks lazy modules for their class, which imports them.
-    known = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and not found.is_meta]
+    every = (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and not found.is_meta)
+    known = [found for found in every if found.ndim or found.dtype != torch.float64]
     count = len(known)
     for found in known:
         try:

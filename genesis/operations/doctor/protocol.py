@@ -23,6 +23,7 @@ from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.data.corpus_data import CorpusData
 from genesis.data.inspect import read_corpus_tokenizer
+from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.window import AccumulationWindow
 from genesis.model.decoder import refuse_body
@@ -33,6 +34,14 @@ from genesis.operations.doctor.forked_ranks import ForkedRanks, Step
 from genesis.operations.doctor.model_checks import CHECKS, Scene
 from genesis.operations.doctor.observe import Repeat, Watch
 from genesis.operations.doctor.planned import PlannedFit, plan_fit
+from genesis.operations.doctor.prompts import (
+    PROMPT_CHECKS,
+    WatchAnswers,
+    check_answers,
+    check_rewards,
+    check_template,
+    plan_answers,
+)
 from genesis.operations.doctor.recipe import (
     SINGLE,
     SINGLE_NOTE,
@@ -46,7 +55,6 @@ from genesis.operations.doctor.recipe import (
     plan_float8,
     plan_num_steps,
     plan_strategy,
-    refuse_prompts,
 )
 from genesis.operations.doctor.run_checks import (
     Course,
@@ -63,6 +71,7 @@ from genesis.operations.doctor.run_checks import (
 )
 from genesis.operations.doctor.sample import show_sample
 from genesis.optim.recipe import read_algorithm
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -143,6 +152,9 @@ class _Protocol:
     def run(self) -> Examination:
         self._progress("reading the recipe")
         probe = self._build({**SINGLE, "run_dir": str(self._directory / "probe")})
+        if probe.resolved.get("data.prompts") is not None:
+            self._answer(probe.resolved)
+            return self._found
         self._plan(probe)
         del probe
         straight = self._train_straight()
@@ -154,7 +166,6 @@ class _Protocol:
 
     def _plan(self, probe: BuiltRecipe) -> None:
         resolved = self._recipe = probe.resolved
-        refuse_prompts(resolved)
         self._objective = type(probe.module.objective)
         self._is_new = probe.start is None
         decoder, adapter = probe.module.decoder_config, probe.module.adapter_config
@@ -202,6 +213,28 @@ class _Protocol:
         self._found.checks += [replace(check, seconds=check.seconds or seconds) for check in collected]
 
     # ---- parts
+
+    def _answer(self, recipe: ResolvedRecipe) -> None:
+        """Examines the prompts, the answers to some of them, and their rewards; the rest of the protocol needs text."""
+        options = plan_answers(recipe)
+        num_prompts = options["data.global_batch_size"]
+        self._progress(f"answers to {numbered(num_prompts, 'prompts')}, and one step")
+        self._found.notes.append(
+            f"one device and one step, on the answers to {numbered(num_prompts, 'prompts')}, none of them replaced; "
+            "`genesis rehearse` compares a killed run of this recipe with one that was not killed"
+        )
+        with self._time(*PROMPT_CHECKS, ends=(UserError, RunEndedError)) as checks:
+            built = self._build({**SINGLE, **options, "run_dir": str(self._directory / "answers")})
+            data = built.data.training
+            assert isinstance(data, PromptData)
+            checks.append(check_template(data))
+            watch = WatchAnswers(data)
+            with _quiet():
+                built.fit(watch)
+            groups, given = [*watch.groups.values()], data.prompt_options
+            checks.append(check_answers(groups, given.max_new_tokens))
+            names = [one.label for one in given.all_rewards]
+            checks.append(check_rewards(groups, names, are_learned=built.module.objective.learns_rewards))
 
     def _train_straight(self) -> tuple[Course, int] | None:
         num_steps, step = self._num_steps, self._num_steps // 2

@@ -151,19 +151,6 @@ def to_arguments(options: Options) -> list[str]:
     return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()]
 
 
-def refuse_prompts(recipe: ResolvedRecipe) -> None:
-    """Refuses a recipe whose model answers prompts.
-
-    Raises:
-        UserError: The recipe has prompts.
-    """
-    if recipe.get("data.prompts") is not None:
-        raise UserError(
-            "data.prompts: the doctor does not examine models that answer prompts in training; `genesis rehearse` "
-            "compares a killed run of this recipe with one that was not killed"
-        )
-
-
 def plan_strategy(recipe: ResolvedRecipe) -> Change | None:
     """Returns the change of a strategy that shards over several devices; None if the strategy can stay."""
     strategy = recipe.find_choice("trainer.strategy")

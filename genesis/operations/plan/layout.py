@@ -142,6 +142,7 @@ class Workload:
         teacher: The model that a student learns from, if it runs and its shape is known.
         teacher_bytes: Bytes of an element of its weights.
         teacher_top_k: Ids whose probabilities are kept for each token.
+        reward_models: The models that score answers, if their shapes are known.
         num_answer_rows: Answers that a rank writes at the same time.
         scores_without_adapters: Whether each micro-batch also has a forward without adapters, for a reference.
         max_grad_norm: Whether gradients are clipped does not change memory: they are scaled in place.
@@ -162,6 +163,7 @@ class Workload:
     teacher: DecoderConfig | None = None
     teacher_bytes: int = FLOAT32_BYTES
     teacher_top_k: int = 64
+    reward_models: tuple[DecoderConfig, ...] = ()
     num_answer_rows: int = 0
     scores_without_adapters: bool = False
 

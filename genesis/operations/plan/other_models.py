@@ -1,11 +1,11 @@
-"""The memory of what runs beside the trained model: a teacher's forward, and the answers to prompts."""
+"""The memory of what runs beside the trained model: a teacher, reward models, and the answers to prompts."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from genesis.model.attend.table import MASK, TORCH_KERNEL
 from genesis.model.precision import FULL
-from genesis.objectives import Distillation
+from genesis.objectives import Distillation, RewardModel
 from genesis.operations.plan.bill import CACHE, WHOLE
 from genesis.operations.plan.layout import FLOAT32_BYTES, Layout, Workload
 from genesis.operations.plan.record import ACTIVATIONS, CASTS, LOSS, Bytes
@@ -33,27 +33,59 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
     if workload.teacher is None:
         return None
     precision = FULL if workload.teacher_bytes == FLOAT32_BYTES else "bf16-true"
+    leaves_hidden = workload.objective.head_memory == "reverse_kl"
     alone = Workload(
         decoder=workload.teacher,
-        objective=Distillation,  # whose head computes no gradients in its forward
+        # A head that computes no gradients in its forward.
+        objective=workload.objective if leaves_hidden else Distillation,
         teacher_top_k=workload.teacher_top_k,
         seq_len=workload.seq_len,
         micro_batch_size=workload.micro_batch_size,
         precision=precision,
         is_cpu=workload.is_cpu,
-        # No fit builds its decoder, and a wide dtype has no flash kernel on a GPU.
-        attention=MASK.name if precision == FULL and not workload.is_cpu else TORCH_KERNEL,
+        attention=_choose_kernel(workload, precision),
         has_documents=workload.has_documents,
     )
-    model = build_model(alone)
+    num_elements, forward, classes = _count_alone(alone)
+    if leaves_hidden:
+        num_tokens = workload.micro_batch_size * workload.seq_len
+        classes = num_tokens * workload.teacher.dim * workload.teacher_bytes
+    return TeacherBytes(num_elements * workload.teacher_bytes, forward, classes)
+
+
+def count_reward_models(workload: Workload) -> tuple[int, Bytes]:
+    """Returns the weights of all reward models, and the highest point of the forward of one, for one answer."""
+    weights, largest = 0, Counter[str]()
+    for decoder in workload.reward_models:
+        alone = Workload(
+            decoder=decoder,
+            objective=RewardModel,
+            seq_len=min(workload.seq_len, decoder.max_seq_len),
+            precision=FULL,
+            is_cpu=workload.is_cpu,
+            attention=_choose_kernel(workload, FULL),
+            has_documents=False,
+        )
+        num_elements, forward, _ = _count_alone(alone)
+        weights += num_elements * FLOAT32_BYTES
+        largest = max(largest, forward, key=lambda one: sum(one.values()))
+    return weights, largest
+
+
+def _choose_kernel(workload: Workload, precision: str) -> str:
+    # No fit builds its decoder, and a wide dtype has no flash kernel on a GPU.
+    return MASK.name if precision == FULL and not workload.is_cpu else TORCH_KERNEL
+
+
+def _count_alone(alone: Workload) -> tuple[int, Bytes, int]:
+    """Returns the number of weights of a model that is not trained, the highest point of its forward, and its rest."""
     sections = build_sections(alone, replace(build_setting(alone, Layout()), is_trained=False))
     every = (sections.embedding, *sections.blocks, sections.head)
     # The stream exists beside every section.
     forward: Bytes = Counter({ACTIVATIONS: sections.blocks[0].input_bytes + sections.tables_bytes})
     forward.update(max((one.forward.peak for one in every), key=lambda peak: sum(peak.values())))
-    weights = sum(one.num_elements * workload.teacher_bytes for one in model.parameters)
-    classes = sections.head.forward.end[LOSS]
-    return TeacherBytes(weights, forward, classes)
+    num_elements = sum(one.num_elements for one in build_model(alone).parameters)
+    return num_elements, forward, sections.head.forward.end[LOSS]
 
 
 def count_answers(workload: Workload, layout: Layout, model: Model, sections: Sections, setting: Setting) -> Bytes:

@@ -11,6 +11,7 @@ from genesis.base.determinism import check_deterministic
 from genesis.base.errors import UserError, numbered
 from genesis.data.sizes import resolve_recipe
 from genesis.generate.checkpoint_reference import read_reference
+from genesis.generate.load import find_decoder_config
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat, attach_adapters
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
 from genesis.model.decoder import DecoderConfig, build_model
@@ -144,7 +145,7 @@ def read_recipe(
             raise
         assumptions.append(f"the recipe's layout is left out: {error}")
         layout = _read_layout(recipe, num_ranks, [], has_degrees=False)
-    recipe = resolve_recipe(recipe, layout.data_ranks)
+    recipe = resolve_recipe(recipe, layout.data_ranks, objective.learns_from)
     seq_len = recipe.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = recipe.count("data.micro_batch_size", 1)
     global_batch_size = recipe.count("data.global_batch_size", layout.data_ranks * micro_batch_size)
@@ -173,6 +174,7 @@ def read_recipe(
         teacher=teacher,
         teacher_bytes=teacher_bytes,
         teacher_top_k=64 if running is None else running.top_k,
+        reward_models=_find_reward_models(recipe, assumptions),
         num_answer_rows=num_rows,
         scores_without_adapters=adapter is not None and objective.scores_without_adapters(options),
     )
@@ -422,10 +424,9 @@ def _read_teacher(
             )
         return None, FLOAT32_BYTES
     if running is None:
-        assumptions.append("the teacher's probabilities come from a cache: no teacher runs")
+        assumptions.append("the teacher's probabilities come from a cache or a server: no teacher runs here")
         return None, FLOAT32_BYTES
-    files = [Path(running.path) / name for name in ("config.yaml", "recipe.yaml")] if file is None else [file]
-    found = next((path for path in files if file is not None or path.is_file()), None)
+    found = _find_decoder(running.path) if file is None else read_decoder_config(file)
     if found is None:
         assumptions.append(
             f"the teacher {running.path} is not here, so that it is not counted; --teacher FILE gives its decoder"
@@ -435,4 +436,29 @@ def _read_teacher(
         assumptions.append(
             "the teacher's weights are in float32; model.objective.init_args.teacher_dtype has the choice"
         )
-    return read_decoder_config(found), FLOAT32_BYTES if running.dtype in (None, "float32") else HALF_BYTES
+    return found, FLOAT32_BYTES if running.dtype in (None, "float32") else HALF_BYTES
+
+
+def _find_decoder(path: str) -> DecoderConfig | None:
+    """Returns the shape of a model, as far as it is here: a plan may be made elsewhere than the training."""
+    file = next((file for name in ("config.yaml", "recipe.yaml") if (file := Path(path) / name).is_file()), None)
+    if file is not None:
+        return read_decoder_config(file)
+    try:
+        return find_decoder_config(path)
+    except UserError:
+        return None
+
+
+def _find_reward_models(recipe: ResolvedRecipe, assumptions: list[str]) -> tuple[DecoderConfig, ...]:
+    """Returns the models that score answers, whose shapes are known; each is loaded once."""
+    rewards = recipe.get("data.prompts.rewards") or []
+    paths = dict.fromkeys(str(one["model"]) for one in rewards if one.get("model") is not None)
+    found = {path: _find_decoder(path) for path in paths}
+    assumptions += [
+        f"the reward model {path} is not here, so that it is not counted"
+        if decoder is None
+        else f"the weights of the reward model {path} are in float32"
+        for path, decoder in found.items()
+    ]
+    return tuple(decoder for decoder in found.values() if decoder is not None)

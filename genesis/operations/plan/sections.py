@@ -34,6 +34,7 @@ from genesis.model.stages import NumberedBlocks
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes, sum_distillation
 from genesis.objectives.policy_gradient import score_tokens
+from genesis.objectives.reverse_kl import sum_reverse_kl
 from genesis.objectives.vocabulary import WHOLE
 from genesis.operations.plan.layout import Layout, Workload, forward_weight_bytes, product_bytes
 from genesis.operations.plan.record import ACTIVATIONS, GRADIENTS, LOSS, Course, Event, Record
@@ -169,7 +170,8 @@ def build_sections(workload: Workload, setting: Setting) -> Sections:
         UserError: A part of the model decides by values what it computes.
     """
     # What decides neither the model nor the loss is left out, so that layouts share what was measured.
-    same = replace(workload, seq_len=1, micro_batch_size=1, global_batch_size=1, teacher=None, num_answer_rows=0)
+    same = replace(workload, seq_len=1, micro_batch_size=1, global_batch_size=1)
+    same = replace(same, teacher=None, reward_models=(), num_answer_rows=0)
     return _measure(replace(same, precision=FULL, optimizer=AdamW()), setting)
 
 
@@ -195,11 +197,14 @@ def _choose_head(workload: Workload, setting: Setting) -> Head:
     if setting.tensor_ranks > 1:  # as `genesis.strategies.cut_vocabulary` has it, on whole rows
         share = EvenRows(setting.tensor_ranks)
         return lambda hidden, weight, labels: token_losses(share.gather(hidden), weight, labels).sum()
-    if not setting.is_trained:
+    if not setting.is_trained and workload.objective.head_memory == "reverse_kl":
+        return lambda hidden, *_: hidden
+    if not setting.is_trained and workload.decoder.num_scores is None:
         return lambda hidden, weight, _: read_classes(
             hidden, weight, vocab_size=len(weight), top_k=workload.teacher_top_k, temperature=1.0
         )
     by_memory: dict[str, Head] = {
+        "reverse_kl": _compare,
         "distributions": partial(_distill, top_k=workload.teacher_top_k),
         "fused": sum_cross_entropy,
         "scores": lambda hidden, weight, labels: compute_scores(hidden, weight, labels.new_zeros(1)).sum(),
@@ -219,6 +224,11 @@ def _distill(hidden: Tensor, weight: Tensor, labels: Tensor, *, top_k: int) -> T
         labels.new_empty(labels.shape, dtype=torch.float32),
     )
     return sum_distillation(hidden, weight, labels, classes, temperature=1.0, share=0.5).loss
+
+
+def _compare(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    teacher = (hidden.new_empty(hidden.shape), weight.new_empty(weight.shape))
+    return sum_reverse_kl(hidden, weight, labels, *teacher, hidden.new_empty(1)).divergence
 
 
 # ---- one forward and one backward

@@ -13,11 +13,13 @@ from typing import Final
 from genesis.operations.plan.axes import Place, list_places
 from genesis.operations.plan.bill import (
     BATCH,
+    CACHE,
     COMMUNICATION,
     DIGEST,
     FROZEN,
     OPTIMIZER,
     RECEIVED,
+    REWARD_MODELS,
     TEACHER,
     UNREDUCED,
     UPDATE,
@@ -26,7 +28,7 @@ from genesis.operations.plan.bill import (
 )
 from genesis.operations.plan.gathers import Gathers, Unit
 from genesis.operations.plan.layout import HALF_BYTES, Layout, Workload, check_layout, forward_weight_bytes
-from genesis.operations.plan.other_models import count_answers, count_teacher
+from genesis.operations.plan.other_models import count_answers, count_reward_models, count_teacher
 from genesis.operations.plan.record import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes
 from genesis.operations.plan.sections import IDS_BYTES, Section, Sections, Setting, build_sections, build_setting
 from genesis.operations.plan.state import Model, Parameter, StateBytes, build_shared_model, count_on_host, count_state
@@ -148,6 +150,7 @@ class _Player:
         self.sections, self.state, self.on_host = sections, state, on_host
         self.bill = Bill()
         self.teacher = count_teacher(workload)
+        self.reward_weights, self.reward_forward = count_reward_models(workload)
         every_n = {"none": 0, "block": 1}.get(str(layout.activation_checkpointing), layout.activation_checkpointing)
         self.recomputed = {
             index for index in place.blocks if isinstance(every_n, int) and every_n and not index % every_n
@@ -220,11 +223,16 @@ class _Player:
         bill.change(GRADIENTS, state.gradients - on_host.gradients)
         if self.teacher is not None:
             bill.change(TEACHER, self.teacher.weights)
+        bill.change(REWARD_MODELS, self.reward_weights)
         bill.enter("rest")
         answers = count_answers(self.workload, layout, self.model, self.sections, self.setting)
         if answers:
             bill.enter("answers")
             bill.see(answers)
+            # Answers are scored when the cache is gone.
+            scored = Counter({term: count for term, count in answers.items() if term not in (CACHE, LOSS)})
+            scored.update(self.reward_forward)
+            bill.see(scored)
         bill.enter("forward")
         if not self.has_buckets:
             bill.change(GRADIENTS, on_host.gradients - state.gradients)

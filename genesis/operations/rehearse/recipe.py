@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from genesis.base.errors import UserError
 from genesis.data.sizes import resolve_recipe
+from genesis.objectives.find import find_objective
 from genesis.recipe.resolved import ResolvedRecipe
 
 _OWN_OPTIONS = ("--run_dir", "--ckpt_path", "--print_config")
@@ -59,4 +60,6 @@ def read_recipe(recipe: ResolvedRecipe) -> RehearsedRecipe:
         )
     if recipe.get("trainer.logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
-    return RehearsedRecipe(max_steps, every_n_steps, resolve_recipe(recipe, num_ranks=1).count("data.seq_len"))
+    learns_from = find_objective(recipe.get("model.objective")).learns_from
+    seq_len = resolve_recipe(recipe, 1, learns_from).count("data.seq_len")
+    return RehearsedRecipe(max_steps, every_n_steps, seq_len)

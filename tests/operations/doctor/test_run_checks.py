@@ -31,7 +31,6 @@ from genesis.operations.doctor.recipe import (
     plan_float8,
     plan_num_steps,
     plan_strategy,
-    refuse_prompts,
     to_arguments,
 )
 from genesis.operations.doctor.run_checks import (
@@ -106,6 +105,12 @@ def test_a_kept_tensor_is_counted() -> None:
     after = count_tensors()
     assert after.num_tensors - before.num_tensors == len(kept)
     assert after.num_bytes - before.num_bytes >= 8000
+
+
+def test_a_kept_loss_is_counted_and_a_value_of_the_log_is_not() -> None:
+    before = count_tensors()
+    kept = [torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    assert count_tensors().num_tensors - before.num_tensors == len(kept) - 1
 
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(100 << 20, "passed"), (200 << 20, "failed")])
@@ -334,11 +339,6 @@ def test_a_recipe_with_float8_is_examined_without() -> None:
     assert (change.key, change.now) == ("model.float8", None)
     assert plan_float8(complete({"model": {"float8": None}})) is None
     assert plan_float8(complete({})) is None
-
-
-def test_a_recipe_whose_model_answers_prompts_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.prompts"):
-        refuse_prompts(complete({"data": {"prompts": {}}}))
 
 
 def test_options_are_written_as_fit_reads_them() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.base.errors import UserError
@@ -458,3 +459,46 @@ def test_muons_states_in_host_memory_leave_the_device() -> None:
     )
     assert moved.state.moved == pytest.approx(moments, rel=0.05)
     assert moved.peaks["rest"]["optimizer states"] == plain.state.optimizer - moved.state.moved
+
+
+def test_the_teacher_of_answers_is_counted_with_its_hidden_states() -> None:
+    recipe = read("finetune/on-policy-arithmetic")
+    assert recipe.workload.teacher is None
+    teacher = replace(recipe.workload.decoder, num_layers=6, dim=128)
+    alone, taught = (
+        play_step(one, recipe.layout) for one in (recipe.workload, replace(recipe.workload, teacher=teacher))
+    )
+    weights = 4 * sum(one.num_elements for one in build_model(Workload(teacher)).parameters)
+    assert taught.peaks["rest"]["teacher"] == weights
+    assert taught.peaks["backward"]["teacher"] == weights + 4 * 128 * 64 * teacher.dim
+    assert taught.peaks["forward"].total() > alone.peaks["forward"].total() + weights
+    assert alone.peaks["backward"]["logits and loss"] > 0
+
+
+def test_reward_models_are_counted_once_each_with_the_forward_of_one() -> None:
+    recipe = read("finetune/grpo-arithmetic")
+    scorer = replace(recipe.workload.decoder, num_scores=1, num_layers=6, dim=512, ffn_dim=2048)
+    alone = play_step(recipe.workload, recipe.layout)
+    one, two = (play_step(replace(recipe.workload, reward_models=(scorer,) * n), recipe.layout) for n in (1, 2))
+    weights = 4 * sum(found.num_elements for found in build_model(Workload(scorer)).parameters)
+    for phase in ("rest", "answers", "forward", "backward", "step"):
+        assert one.peaks[phase]["reward models"] == weights
+        assert two.peaks[phase]["reward models"] == 2 * weights
+    assert one.peaks["answers"].total() >= alone.peaks["answers"].total() + weights
+    large = replace(scorer, ffn_dim=200_000)
+    forward = play_step(replace(recipe.workload, reward_models=(large,)), recipe.layout).peaks["answers"]
+    assert forward["activations"] > 64 * 200_000 * 4  # the scores of an answer need more than its cache
+
+
+def test_a_plan_finds_the_reward_models_of_a_recipe(tmp_path: Path) -> None:
+    shape = {"vocab_size": 300, "dim": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 64}
+    content = {"model": {"decoder": {**shape, "max_seq_len": 64, "num_scores": 1}}}
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer/config.yaml").write_text(yaml.safe_dump(content))
+    models = [str(tmp_path / "scorer"), str(tmp_path / "scorer"), str(tmp_path / "gone")]
+    rewards = [{"function": "reward_model", "name": f"r{n}", "model": path} for n, path in enumerate(models)]
+    found = read("finetune/grpo-arithmetic", ("data.prompts.rewards", json.dumps(rewards)))
+    assert [one.num_scores for one in found.workload.reward_models] == [1]
+    assert any(
+        line == f"the reward model {models[2]} is not here, so that it is not counted" for line in found.assumptions
+    )
