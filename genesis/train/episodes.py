@@ -168,6 +168,7 @@ class Episodes:
         check_ends(renderer.template, data.tokenizer, options.variables)
         ends = find_turn_ends(renderer.template, data.tokenizer, options.variables).ids
         self._ends = {data.tokenizer.pieces[token]: token for token in ends}
+        self._written_roles: set[tuple[str, ...]] = set()
         self._environments = Environments(
             options.environment, options.num_environments, options.step_seconds, is_allowed=is_allowed
         )
@@ -315,8 +316,11 @@ class Episodes:
                 f"the chat template {name} writes a turn otherwise once others follow (as templates that drop earlier "
                 "reasoning do); give a template that keeps the text of all turns by data.prompts.template"
             )
-        if after == self._renderer.write_prompt(one.messages, one.tools or None, variables=variables):
-            raise ConversationError(f"the chat template {name} leaves out the observation; give one that writes it")
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._written_roles:  # a template decides by the role what it writes
+            if after == self._renderer.write_prompt(one.messages, one.tools or None, variables=variables):
+                raise ConversationError(f"the chat template {name} leaves out the observation; give one that writes it")
+            self._written_roles.add(roles)
         # With the symbol, because some tokenizers begin a text otherwise than what follows a symbol.
         first, *ids = self._renderer.tokenizer.encode_with_controls(symbol + after[end:])
         if first != self._ends[symbol]:

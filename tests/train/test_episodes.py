@@ -1,10 +1,13 @@
 """Episodes in an environment: exact gradients of the model's own turns, and a run that is killed in an episode."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -15,16 +18,17 @@ from genesis.objectives.policy_gradient import PolicyGradient
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.train.csv_log import CSVLog
+from genesis.train.environment import Environments
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, TokenCounters
 from genesis_callbacks.testing import run_ranks
 from tests.train.rollouts import GROUP_SIZE, STEPS, answer, build_data, build_module, read_log, write_case
 from tests.train.support import build_trainer
-from tests.train.test_rollout import KeepWindows, KillInGeneration, assert_same_bits
+from tests.train.test_rollout import KeepWindows, assert_same_bits
 
 pytestmark = pytest.mark.xdist_group("rollouts")
 
-STOPS = range(120, 180)
+STOPS = range(120, 220)
 """Ids that also end a turn, so that a model with random weights ends its turns."""
 ENVIRONMENT = """
 import random
@@ -153,8 +157,19 @@ def test_losses_and_gradients_equal_a_slow_reference_that_masks_observations(gam
     assert len({json.dumps(one["turns"]) for one in transcripts[:GROUP_SIZE]}) == GROUP_SIZE
 
 
-class KillInSecondTurn(KillInGeneration):
-    """Kills its rank between two turns of the second rollout."""
+class KillInSecondTurn(pl.Callback):
+    """Kills its rank, by SIGKILL, before environments answer the second turns of the second rollout."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        if trainer.global_step == 3:
+            step, count = Environments.step, iter(range(1))
+
+            def step_or_die(environments: Environments, calls: Any) -> Any:
+                if next(count, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return step(environments, calls)
+
+            Environments.step = step_or_die  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -177,7 +192,7 @@ def test_a_run_that_is_killed_in_an_episode_ends_with_the_same_bits_and_two_rank
             assert [one for rank in ranks for one in rank["extras"][step][name]] == straight["extras"][step][name]
     for name, tensor in straight["weights"].items():
         assert float((ranks[0]["weights"][name] - tensor).abs().max()) < 1e-5
+    assert max(row["train/turns"] for row in read_log(tmp_path / "straight")) > 1.5
     for one, other in zip(read_log(tmp_path / "straight"), read_log(tmp_path / "two"), strict=True):
-        assert one["train/turns"] > 1.2
         for name in ("reward", "turns", "calls", "unread_calls", "answer_tokens", "entropy", "finished", "loss"):
             assert other[f"train/{name}"] == pytest.approx(one[f"train/{name}"], abs=1e-5), name
