@@ -5,7 +5,7 @@
     data_paths.json                     paths of the run's data, relative to this directory (`genesis.data.paths`)
     chat/template.jinja                 the chat template that the model has learned (`genesis.chat.learned`)
     evaluations/                        results of `genesis evaluate`
-    rollouts/POSITION.rank-N.jsonl      training on prompts: some answers of each rollout, with their rewards
+    rollouts/POSITION.rank-N.jsonl      training on prompts: some answers of each rollout, or episodes, with rewards
     crashes/NUMBER-CLASS/               a record of each crash, by `genesis supervise` (`operations.supervise.crashes`)
     supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
     recipe.yaml, proof.json             written by `genesis import` and `genesis model add-tokens`, with the tokenizer

@@ -8,14 +8,14 @@ from typing import Any, TextIO
 
 from genesis.base.arguments import read_text
 from genesis.base.errors import UserError
+from genesis.chat.harmony import HarmonyReader
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, open_renderer
+from genesis.chat.tools import HARMONY, ToolText, find_form, find_symbols
 from genesis.cli.surroundings import own_output
 from genesis.generate.ids import build_writer
 from genesis.generate.load import Loaded
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.serve.harmony import HarmonyReader
-from genesis.serve.tools import HARMONY, ToolText, find_form, find_symbols
 
 
 class Chat:

@@ -221,7 +221,7 @@ class GenesisCLI(LightningCLI):
             "--allow_reward_code",
             type=bool,
             default=False,
-            help="whether to run the reward function of data.prompts, which is Python code; not allowed in a recipe",
+            help="whether to run the Python code of data.prompts (rewards, environment); not allowed in a recipe",
         )
         if self._command == "validate":
             text = "also write the figures as JSON to this file"

@@ -35,13 +35,14 @@ class Group:
     """The answers to the prompt at one position.
 
     Args:
-        answers: The new tokens of each answer, with the token that ended it.
+        answers: The new tokens of each answer, with the token that ended it; of an episode, all behind the prompt.
         is_finished: Whether each answer ended by itself, and not at the longest length.
         rewards: The reward of each answer.
         old_log_probs: The sum of the log-probabilities of each answer's tokens, by the weights that wrote it.
         single_rewards: What `rewards` is the weighted sum of, for each answer.
         token_log_probs: The log-probability of each token of each answer, if the objective needs them.
         num_resamples: How many prompts before this one were given up, because their rewards were equal.
+        episodes: What else belongs to the answers if they are episodes.
     """
 
     answers: tuple[NDArray[np.int32], ...]
@@ -51,6 +52,30 @@ class Group:
     single_rewards: NDArray[np.float64]
     token_log_probs: tuple[NDArray[np.float32], ...] | None = None
     num_resamples: int = 0
+    episodes: "EpisodesOfGroup | None" = None
+
+    def is_own(self, number: int) -> NDArray[np.bool_]:
+        """Returns which tokens of an answer the model has written; the others are observations."""
+        return np.ones(len(self.answers[number]), np.bool_) if self.episodes is None else self.episodes.is_own[number]
+
+
+@dataclass(frozen=True)
+class EpisodesOfGroup:
+    """What the episodes of a group have beside their tokens.
+
+    Args:
+        prompt: The ids of the prompt with the environment's first observation, and with its tools.
+        is_own: Which tokens of each episode the model has written.
+        counts: The numbers of `EPISODE_COUNTS` of each episode.
+    """
+
+    prompt: NDArray[np.int32]
+    is_own: tuple[NDArray[np.bool_], ...]
+    counts: NDArray[np.int64]
+
+
+EPISODE_COUNTS: Final = ("turns", "calls", "unread_calls")
+"""The turns of the model, its calls of tools, and those that cannot be read."""
 
 
 class HeldOutWindows:
@@ -144,7 +169,14 @@ class PromptData:
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
-        return open_renderer(self.tokenizer, self.prompt_options.chat, is_training=False, learned=self._learned)
+        # Earlier turns of an episode stay as they were written; a template of training keeps them.
+        is_training = self.prompt_options.environment is not None
+        return open_renderer(self.tokenizer, self.prompt_options.chat, is_training=is_training, learned=self._learned)
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Returns what turns conversations into ids."""
+        return self._renderer
 
     def write_answer(self, prompt: Prompt, text: str) -> list[int]:
         """Returns the ids of a prompt with an answer as the template writes them, without tools of the record.
@@ -161,7 +193,11 @@ class PromptData:
         identity = {"tokenizer_hash": self.tokenizer.hash, "prompts": self.prompts.hash()}
         places = [find_reward_file(reward.function) for reward in self.prompt_options.all_rewards]
         hashes = [blake3(read_file(path)).hexdigest() for path in places if path is not None]
-        return {**identity, "reward": " ".join(hashes)} if hashes else identity
+        identity |= {"reward": " ".join(hashes)} if hashes else {}
+        environment = find_reward_file(self.prompt_options.environment or "")
+        return (
+            identity if environment is None else {**identity, "environment": blake3(read_file(environment)).hexdigest()}
+        )
 
     def held_out(self, ranks: Ranks, limit: int | None) -> HeldOutWindows:
         """Returns a rank's windows of the held-out prompts, or of `limit` of them that are spread over the set."""
@@ -279,9 +315,11 @@ class PromptData:
             )
         note, self.groups = self.cursor.load_state(state), unpack_groups(state["groups"])
         wanted = self.prompt_options.group_size, len(self.prompt_options.all_rewards)
-        if {group.single_rewards.shape for group in self.groups.values()} - {wanted}:
-            # The saved answers cannot be shared among other micro-batches, or lack rewards: the weights that wrote them
-            # answer again.
+        shapes = {group.single_rewards.shape for group in self.groups.values()}
+        has_episodes = self.prompt_options.environment is not None
+        if shapes - {wanted} or any((one.episodes is None) == has_episodes for one in self.groups.values()):
+            # The saved answers cannot be shared among other micro-batches, or lack rewards or turns: the weights that
+            # wrote them answer again.
             self.groups = {}
         return note
 
@@ -304,8 +342,10 @@ def pack_groups(groups: Mapping[int, Group]) -> dict[str, Any]:
     ordered = sorted(groups.items())
     answers = [answer for _, group in ordered for answer in group.answers]
     of_tokens = [one for _, group in ordered for one in group.token_log_probs or ()]
+    episodes = [group.episodes for _, group in ordered if group.episodes is not None]
     return {
         **({"token_log_probs": np.concatenate(of_tokens)} if of_tokens else {}),
+        **(_pack_episodes(episodes) if episodes else {}),
         "positions": np.array([position for position, _ in ordered], np.int64),
         "sizes": np.array([len(group.answers) for _, group in ordered], np.int64),
         "lengths": np.array([len(answer) for answer in answers], np.int64),
@@ -330,7 +370,10 @@ def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
     ends = np.cumsum(packed["sizes"])[:-1]
     of_answers = np.cumsum(packed["lengths"])[:-1]
     answers = np.split(packed["tokens"], of_answers)
-    of_tokens = np.split(packed["token_log_probs"], of_answers) if "token_log_probs" in packed else None
+    is_own = np.split(packed["is_own"], of_answers) if "is_own" in packed else None
+    of_model = of_answers if is_own is None else np.cumsum([np.count_nonzero(ones) for ones in is_own])[:-1]
+    of_tokens = np.split(packed["token_log_probs"], of_model) if "token_log_probs" in packed else None
+    prompts = None if is_own is None else np.split(packed["prompts"], np.cumsum(packed["prompt_lengths"])[:-1])
     columns = [np.split(packed[name], ends) for name in ("is_finished", "rewards", "old_log_probs", "single_rewards")]
     groups = {}
     for index, (position, size, start) in enumerate(
@@ -346,5 +389,17 @@ def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
             single_rewards,
             None if of_tokens is None else tuple(of_tokens[own]),
             int(packed["num_resamples"][index]),
+            None
+            if is_own is None or prompts is None
+            else EpisodesOfGroup(prompts[index], tuple(is_own[own]), packed["counts"][own]),
         )
     return groups
+
+
+def _pack_episodes(episodes: Sequence[EpisodesOfGroup]) -> dict[str, Any]:
+    return {
+        "prompts": np.concatenate([one.prompt for one in episodes]),
+        "prompt_lengths": np.array([len(one.prompt) for one in episodes], np.int64),
+        "is_own": np.concatenate([ones for one in episodes for ones in one.is_own]),
+        "counts": np.concatenate([one.counts for one in episodes]),
+    }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from blake3 import blake3
@@ -36,7 +37,9 @@ _TURNS = ("messages", "conversations", "conversation", "prompt")
 
 EXACT_MATCH, MATH_ANSWER, OVERLONG, REWARD_MODEL = "exact_match", "math_answer", "overlong", "reward_model"
 """The reward functions of Genesis itself, which need no permission."""
-OWN_REWARDS: Final = (EXACT_MATCH, MATH_ANSWER, OVERLONG, REWARD_MODEL)
+ENVIRONMENT: Final = "environment"
+"""The reward function that returns the sum of what an environment has given in an episode."""
+OWN_REWARDS: Final = (EXACT_MATCH, MATH_ANSWER, OVERLONG, REWARD_MODEL, ENVIRONMENT)
 _MAX_REWARD_SECONDS: Final = 1_000_000
 _LEAST_COMPARED: Final = 2
 _REWARD_NAME: Final = re.compile(r"[A-Za-z]\w*", re.ASCII)
@@ -50,7 +53,7 @@ class RewardOptions:
 
     Args:
         function: `module:function` or `file.py:function`, which is run only with `--allow_reward_code`; or exact_match,
-            math_answer, overlong or reward_model.
+            math_answer, overlong, reward_model or environment (what the environment of data.prompts gives).
         name: Its name in the log; by default that of the function.
         weight: Its factor in the sum of the rewards.
         column: The field of the record with the right answer, for exact_match and math_answer.
@@ -110,18 +113,25 @@ class PromptOptions:
             `--allow_reward_code`; or exact_match or math_answer, which compare the answer with the field `answer`.
         rewards: Several rewards instead of one, which are added by their weights and logged by their names.
         reward_seconds: How long a reward function may take for an answer, before the run ends.
+        environment: The class of an environment, `module:Class` or `file.py:Class`, which is run only with
+            `--allow_reward_code`: it answers the model's turns, and gives rewards; without reward and rewards, its
+            reward is the only one. An answer is then an episode of several turns.
+        max_turns: Turns of the model after which an episode ends, if its environment has not ended it.
+        num_environments: Processes of each rank that run environments at the same time.
+        step_seconds: How long an environment may take for a turn, before the run ends.
         group_size: Answers to each prompt, whose rewards are compared with one another.
         max_resamples: How many times a prompt whose answers all got the same reward is replaced by another one of its
             source, before a group without a signal is trained; rewards of the length alone are no signal.
         steps_per_rollout: Optimizer steps, each with prompts of its own, on answers of the same weights.
-        max_new_tokens: The longest answer; by default what data.seq_len leaves after the prompt.
+        max_new_tokens: The longest answer, or turn of an episode; by default what data.seq_len leaves.
         temperature: The divisor of the logits when answers are sampled, and in the loss.
         num_rows: Answers that one rank generates at a time.
         template: File of a Jinja chat template; by default the tokenizer's own.
         date: The date, such as 2026-01-31, for templates that print today's date.
         variables: Further variables of the template, such as `enable_thinking: false`.
         on_long: The action for a prompt that leaves no room for an answer: error or drop.
-        num_logged_prompts: Prompts of each rollout and rank whose answers are written to the run's directory.
+        num_logged_prompts: Prompts of each rollout and rank whose answers are written to the run's directory; of the
+            newest rollouts with an environment, all are written.
         validation_share: The share of the prompts that are not trained, and get one greedy answer in each validation.
             A prompt's content decides whether it is one of them.
     """
@@ -131,6 +141,10 @@ class PromptOptions:
     reward: str | None = None
     rewards: tuple[RewardOptions, ...] = ()
     reward_seconds: float = 60.0
+    environment: str | None = None
+    max_turns: int = 8
+    num_environments: int = 4
+    step_seconds: float = 60.0
     group_size: int = 8
     max_resamples: int = 0
     steps_per_rollout: int = 4
@@ -152,12 +166,12 @@ class PromptOptions:
             pairs="which have answers already; name another form by `chat`",
             skipping="data.prompts",
         )
-        for name in ("reward", "tokenizer"):
+        for name in ("reward", "tokenizer", "environment"):
             check_is_named(getattr(self, name), f"data.prompts.{name}")
         self._check_rewards()
         least = {
             **{"group_size": 1, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1},
-            **{"num_logged_prompts": 0, "max_resamples": 0},
+            **{"num_logged_prompts": 0, "max_resamples": 0, "max_turns": 1, "num_environments": 1},
         }
         for name, bound in least.items():
             value = getattr(self, name)
@@ -176,6 +190,10 @@ class PromptOptions:
     def _check_rewards(self) -> None:
         if self.reward is not None and self.rewards:
             raise UserError("both of data.prompts.reward and data.prompts.rewards is given; give one of them")
+        if self.environment is None and any(reward.function == ENVIRONMENT for reward in self.all_rewards):
+            raise UserError(
+                f"a reward of data.prompts is {ENVIRONMENT}, but data.prompts.environment is not given; name its class"
+            )
         labels = [reward.label for reward in self.all_rewards]
         if len({*labels}) < len(labels):
             raise UserError(f"data.prompts.rewards has the names {', '.join(labels)}; give each another `name`")
@@ -188,11 +206,12 @@ class PromptOptions:
                     f"buffer_tokens of reward {reward.label} is {reward.buffer_tokens}, more than "
                     f"data.prompts.max_new_tokens {longest}; lower it"
                 )
-        if not 0.0 < self.reward_seconds <= _MAX_REWARD_SECONDS:
-            raise UserError(
-                f"data.prompts.reward_seconds is {self.reward_seconds}; it must be above 0 and at most "
-                f"{_MAX_REWARD_SECONDS:,}"
-            )
+        for name in ("reward_seconds", "step_seconds"):
+            if not 0.0 < getattr(self, name) <= _MAX_REWARD_SECONDS:
+                raise UserError(
+                    f"data.prompts.{name} is {getattr(self, name)}; it must be above 0 and at most "
+                    f"{_MAX_REWARD_SECONDS:,}"
+                )
 
     def check_rewards(self, *, are_learned: bool) -> None:
         """Refuses prompts without what an objective needs of rewards.
@@ -215,8 +234,19 @@ class PromptOptions:
 
     @property
     def all_rewards(self) -> tuple[RewardOptions, ...]:
-        """Returns the rewards; a single one is the sum."""
-        return self.rewards if self.reward is None else (RewardOptions(self.reward, "reward"),)
+        """Returns the rewards, by default those of the environment; a single one is the sum."""
+        if self.rewards or self.reward is self.environment is None:
+            return self.rewards
+        return (RewardOptions(self.reward or ENVIRONMENT, "reward"),)
+
+    def longest_answer(self, room: int) -> int:
+        """Returns how many tokens the model may write for an answer, or in the turns of an episode.
+
+        Args:
+            room: The tokens that are left for it.
+        """
+        num_turns = 1 if self.environment is None else self.max_turns
+        return room if self.max_new_tokens is None else min(room, num_turns * self.max_new_tokens)
 
     @property
     def chat(self) -> ChatOptions:
@@ -233,7 +263,8 @@ class Prompt(NamedTuple):
     """One prompt.
 
     `columns` has the fields of its record that are not the conversation. `name` is its source with its number there,
-    from 1, and `locate()` returns its file and line, for which it reads the file again.
+    from 1, and `locate()` returns its file and line, for which it reads the file again. `tools` and `variables` are
+    those of its conversation.
     """
 
     ids: tuple[int, ...]
@@ -241,6 +272,8 @@ class Prompt(NamedTuple):
     columns: Mapping[str, Any]
     name: str
     locate: Callable[[], str]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def place(self) -> str:
@@ -386,4 +419,5 @@ def _build(source: SourceOptions, document: Document | BadRow, number: int, rend
         raise ConversationError(f"the chat template {renderer.template.name} writes no text for the prompt")
     turns = {*_TURNS, *([source.turn_field] if source.turn_field is not None else [])}
     columns = {name: value for name, value in document.record.items() if name not in turns}
-    return Prompt(tuple(ids), messages, columns, f"{source.name} {number}", document.place)
+    name, more = f"{source.name} {number}", (conversation.tools, conversation.variables)
+    return Prompt(tuple(ids), messages, columns, name, document.place, *more)

@@ -33,6 +33,8 @@ q = p_reference(token) / p(token), an estimate of the KL to the reference; that 
     train/finished           share of answers that ended before the longest length; the others are cut
     train/masked             share of answers that are not learned because they are cut, with `cut_answers: mask`
     train/asked              mean number of prompts that were answered for a trained one, with `max_resamples`
+    train/turns              mean number of the model's turns, with an environment
+    train/calls              mean number of calls of tools; train/unread_calls: of calls that cannot be read
     train/entropy            nats per token, estimated as -log p of the sampled tokens
     train/kl                 mean KL to the reference, in nats per token, if `kl` is above 0
 
@@ -84,6 +86,8 @@ SPREAD, IS_FINISHED, TEMPERATURE = "spread", "is_finished", "temperature"
 OLD_TOKEN_LOG_PROB, LONGEST, IS_FIRST, NUM_ASKED = "old_token_log_prob", "longest", "is_first", "num_asked"
 REWARD_OF, SPREAD_OF = "reward_of.", "spread_of."
 """What the names of single rewards begin with."""
+COUNT_OF: Final = "count_of."
+"""What the names of counts of episodes begin with, whose means are logged."""
 REFERENCE: Final = "reference_log_prob"
 VALIDATION_FIGURES: Final = ("reward", "finished", "answer_tokens")
 """What a validation logs: means over greedy answers to the held-out prompts."""
@@ -265,6 +269,7 @@ class PolicyGradient(Objective):
             }
             if NUM_ASKED in extra:
                 figures["more_asked"] = extra[NUM_ASKED] - 1
+            figures |= {name: extra[name] for name in extra if name.startswith(COUNT_OF)}
             for name in (name.removeprefix(REWARD_OF) for name in extra if name.startswith(REWARD_OF)):
                 spread = extra[SPREAD_OF + name]
                 figures |= {
@@ -304,6 +309,7 @@ class PolicyGradient(Objective):
             "loss": sums.terms[self._unit] / max(sums.counts[self._unit], 1),
             **{name: figures[name] / num_answers for name in names},
             **single,
+            **{n.removeprefix(COUNT_OF): value / num_answers for n, value in figures.items() if n.startswith(COUNT_OF)},
             "answer_tokens": figures["num_tokens"] / num_answers,
             "entropy": figures["negative_log_prob"] / figures["num_tokens"],
         }

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
+from genesis.chat.held import count_held
 from genesis.generate.batch import NewToken
 from genesis.generate.ids import IdWriter, build_writer
 from genesis.generate.prompt_scores import ScoredToken
-from genesis.serve.held import count_held
 from genesis.tokenizer.tokenizer import Tokenizer, find_control
 
 FinishReason = Literal["stop", "length", "tool_calls"]

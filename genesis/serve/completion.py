@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from genesis.base.errors import UserError
+from genesis.chat.harmony import HarmonyReader
+from genesis.chat.tools import HARMONY, ToolReader, find_form, find_symbols
 from genesis.generate.batch import NewToken, Request
 from genesis.generate.grammar import TokenGrammar
 from genesis.generate.stream import derive_seed
 from genesis.serve.choice import Choice, Shown, show_prompt
 from genesis.serve.errors import ApiError
 from genesis.serve.form import ChatForm, Form, Part, TextForm
-from genesis.serve.harmony import HarmonyReader
 from genesis.serve.prompt import EncodedPrompt, Facts
 from genesis.serve.request import CompletionRequest
-from genesis.serve.tools import HARMONY, ToolReader, find_form, find_symbols
 from genesis.serve.worker import PromptScores, Result, TextScore, Ticket, Worker
 
 _END = b"data: [DONE]\n\n"

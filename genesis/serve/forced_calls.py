@@ -5,12 +5,15 @@ Python is a literal. Arguments come in the order of the tool's schema. What a fo
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
 
+from genesis.chat.tools import ToolForm, Tools, find_symbols
 from genesis.generate.grammar import write_schema, write_words
 from genesis.serve.fields import refuse
+from genesis.tokenizer.tokenizer import Tokenizer
 
 CallWriter = Callable[[int, str, Mapping[str, Any]], list[str]]
 """The rules of a call without its signs, of which one is `body_INDEX`, from a tool's index, name, and schema."""
@@ -208,3 +211,45 @@ def _write_literal(value: Any) -> str:
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+_WRITERS: Final[Mapping[str, CallWriter]] = {
+    "function_tags": write_function_tags,
+    "keyed_tags": write_keyed_tags,
+    "python": write_python,
+    "python_list": write_python_list,
+}
+"""By the names in `genesis.chat.tools`."""
+
+
+def write_choice(form: ToolForm, tools: Tools, tokenizer: Tokenizer | None) -> str:
+    """Returns a grammar of one call of one of the tools, as the family writes it.
+
+    Args:
+        form: How the model writes calls.
+        tools: The tools that may be called.
+        tokenizer: The tokenizer of the model, which may have control symbols for the signs of the form.
+
+    Raises:
+        ApiError: The arguments of a tool have what the form cannot be held to.
+    """
+    ids = {piece: token for token, piece in find_symbols(form, tokenizer).items()}
+    begin, end = ("", "") if form.is_bare else (form.begin, form.end or "")
+    lines = ["start: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+    for index, (name, schema) in enumerate(tools.items()):
+        if isinstance(form.forced, str):
+            lines += [f"call_{index}: {_write_text(begin, ids)} body_{index} {_write_text(end, ids)}"]
+            lines += _WRITERS[form.forced](index, name, schema)
+            continue
+        before, behind = form.forced
+        opening = begin + before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1])
+        lines += [f"call_{index}: {_write_text(opening, ids)} given_{index} {_write_text(behind + end, ids)}"]
+        lines += [f"given_{index}: {write_schema(schema)}"]
+    return "\n".join(lines)
+
+
+def _write_text(text: str, ids: Mapping[str, int]) -> str:
+    """Returns a text as a part of a grammar, in which control symbols stand by their ids."""
+    parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+    written = [f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part]
+    return " ".join(written)

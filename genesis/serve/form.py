@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
+from genesis.chat.harmony import HarmonyReader
+from genesis.chat.tools import ToolReader, ToolText
 from genesis.serve.choice import FinishReason, Shown, ShownToken
-from genesis.serve.harmony import HarmonyReader
-from genesis.serve.tools import ToolReader, ToolText
 
 _BYTE = re.compile(r"bytes:\\x([0-9a-f]{2})")
 """The name of a token that is one byte of a character, as `token_name` writes it."""

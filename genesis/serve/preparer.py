@@ -20,13 +20,14 @@ from typing import Final, NamedTuple
 from genesis.base.available_memory import give_back_memory
 from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
+from genesis.chat.tools import find_form
 from genesis.generate.grammar import MAX_GRAMMAR_CHARS, TokenGrammar, compile_grammar
 from genesis.serve.connections import MAX_CONNECTIONS
 from genesis.serve.errors import ApiError, busy, stopping
+from genesis.serve.forced_calls import write_choice
 from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts, write_prompts
 from genesis.serve.repeats import RepeatFilter
 from genesis.serve.request import CompletionRequest, parse_chat, parse_completion, parse_score
-from genesis.serve.tools import find_form, write_choice
 from genesis.serve.turns import Turns
 from genesis.tokenizer.open import build_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer

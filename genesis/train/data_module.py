@@ -46,6 +46,7 @@ from genesis.objectives.objective import Objective
 from genesis.objectives.policy_gradient import PolicyGradient
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
+from genesis.train.episodes import Episodes
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, count_steps
 from genesis.train.reward import Rewards, find_reward_models, identify_reward_models
@@ -368,7 +369,8 @@ class CorpusDataModule(pl.LightningDataModule):
             )
             trained = (prompt for prompts in self._prompts.prompts.of_source.values() for prompt in prompts)
             rewards.check_prompts([*trained, *self._prompts.prompts.held_out])
-            self._rollouts = Rollouts(self._prompts, rewards, self.trainer)
+            episodes = None if options.environment is None else Episodes(self._prompts, self.allows_reward_code)
+            self._rollouts = Rollouts(self._prompts, rewards, self.trainer, episodes)
 
     def _set_max_steps(self) -> None:
         """Sets the Trainer's number of steps from the length in epochs or tokens, before the schedule reads it.

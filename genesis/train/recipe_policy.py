@@ -32,6 +32,7 @@ _FREE: Final = (
     # The identity of prompts has the hashes of what these lead to.
     *("data.prompts.sources.*.paths", "data.prompts.tokenizer", "data.prompts.template"),
     *("data.prompts.num_rows", "data.prompts.num_logged_prompts", "data.prompts.reward_seconds"),
+    *("data.prompts.num_environments", "data.prompts.step_seconds"),
     "data.prompts.rewards.*.model",
     # Saving, logging and display.
     *("checkpoint", "verification", "telemetry", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
@@ -82,7 +83,9 @@ def _fill_prompts(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     data = recipe.get("data")
     if not isinstance(data, Mapping) or not isinstance(data.get("prompts"), Mapping):
         return recipe
-    prompts = {"rewards": [], "max_resamples": 0, **data["prompts"]}
+    prompts = {"rewards": [], "max_resamples": 0, "environment": None, **data["prompts"]}
+    if prompts["environment"] is None:  # the option has no effect
+        prompts["max_turns"] = None
     rewards = prompts["rewards"]
     if isinstance(rewards, list):
         prompts["rewards"] = [{"model": None, **one} if isinstance(one, Mapping) else one for one in rewards]

@@ -30,7 +30,7 @@ from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
-from genesis.data.prompts import EXACT_MATCH, MATH_ANSWER, OVERLONG, OWN_REWARDS, Prompt, RewardOptions
+from genesis.data.prompts import ENVIRONMENT, EXACT_MATCH, MATH_ANSWER, OVERLONG, OWN_REWARDS, Prompt, RewardOptions
 from genesis.generate.load import find_texts, load_decoder, require_tokenizer
 from genesis.generate.teacher import TeacherReference, find_teacher
 from genesis.model.scores import score_text
@@ -100,7 +100,15 @@ class Rewards:
         """Returns the names of the rewards in the log."""
         return tuple(one.label for one in self._options)
 
-    def score(self, prompt: Prompt, text: str, number: int, num_tokens: int, most_tokens: int) -> NDArray[np.float64]:
+    def score(
+        self,
+        prompt: Prompt,
+        text: str,
+        number: int,
+        num_tokens: int,
+        most_tokens: int,
+        given: float | None = None,
+    ) -> NDArray[np.float64]:
         """Returns each reward of an answer, before its weight.
 
         Args:
@@ -109,12 +117,20 @@ class Rewards:
             number: The number of the answer among those to this prompt, from 1, for messages.
             num_tokens: The length of the answer.
             most_tokens: The longest that it could have been.
+            given: What the environment has given, if there is one.
 
         Raises:
             UserError: A function fails, takes too long, or its result is not a finite number, or the record lacks what
                 is compared; the message names the prompt's row.
         """
-        return np.array([self._score(one, prompt, text, number, num_tokens, most_tokens) for one in self._options])
+        return np.array(
+            [
+                given
+                if one.function == ENVIRONMENT
+                else self._score(one, prompt, text, number, num_tokens, most_tokens)
+                for one in self._options
+            ]
+        )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Refuses reward models that cannot read the prompts, before an answer is written.

@@ -32,17 +32,24 @@ class Fault(NamedTuple):
     rest: str = ""
 
 
-def load_function(name: str) -> Callable[..., Any] | Fault:
-    """Returns the function `module:function` or `file.py:function`, or why there is none. Runs its module."""
-    place, _, function_name = name.rpartition(":")
+def load_function(name: str, *, kind: str = "function", what: str = "reward function") -> Callable[..., Any] | Fault:
+    """Returns the function `module:function` or `file.py:function`, or why there is none. Runs its module.
+
+    Args:
+        name: The name.
+        kind: What is looked for: a function, or a class.
+        what: What it is for, for messages.
+    """
+    place, _, own_name = name.rpartition(":")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # of the user's code
-        return Fault(f"the module of the reward function {name} cannot be imported ({_describe(error)}); correct it")
-    function: Callable[..., Any] | None = getattr(module, function_name, None)
-    if not callable(function):
-        return Fault(f"{place} has no function {function_name!r}; name one of its functions by data.prompts.reward")
-    return function
+        return Fault(f"the module of the {what} {name} cannot be imported ({describe_error(error)}); correct it")
+    found: Callable[..., Any] | None = getattr(module, own_name, None)
+    if not callable(found):
+        option = f"data.prompts.{what.partition(' ')[0]}"
+        return Fault(f"{place} has no {kind} {own_name!r}; name one by {option}")
+    return found
 
 
 def call_function(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float | Fault:
@@ -50,10 +57,15 @@ def call_function(function: Callable[..., Any], arguments: tuple[Any, ...]) -> f
     try:
         value = function(*arguments)
     except (Exception, SystemExit) as error:  # of the user's code
-        return Fault("failed", f": {_describe(error)}; correct it")
+        return Fault("failed", f": {describe_error(error)}; correct it")
+    return check_number(value)
+
+
+def check_number(value: object) -> float | Fault:
+    """Returns a reward as a float, or what is wrong with it."""
     # An array of one element is not a number either: it would hide a wrong shape.
     if not isinstance(value, Real):
-        return Fault(f"gave {_spell(value)[:_MAX_VALUE]!r}", "; return a number")
+        return Fault(f"gave {spell_value(value)!r}", "; return a number")
     try:
         reward = float(value)
     except (OverflowError, ValueError):  # a whole number of hundreds of digits
@@ -63,8 +75,14 @@ def call_function(function: Callable[..., Any], arguments: tuple[Any, ...]) -> f
     return reward
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Returns an error of the user's code as one line of limited length."""
     return " ".join(f"{type(error).__name__}: {_spell(error)}".split())[:_MAX_REASON]
+
+
+def spell_value(value: object) -> str:
+    """Returns the beginning of a value of the user's code as text."""
+    return _spell(value)[:_MAX_VALUE]
 
 
 def _spell(value: object) -> str:
@@ -92,13 +110,18 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def main(descriptor: int) -> None:
-    """Loads the functions and calls them until the process at the other end is gone."""
+def prepare_process() -> None:
+    """Leaves the signals to a run to its ranks, and prints line by line."""
     # A signal to all processes of a run is for its ranks, which finish the step, and may need a reward for it.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the process ends by a signal, which would lose what is printed
+
+
+def main(descriptor: int) -> None:
+    """Loads the functions and calls them until the process at the other end is gone."""
+    prepare_process()
 
     def serve(connection: "Connection[Any, Any]") -> None:
         sys.path[:], names = connection.recv()

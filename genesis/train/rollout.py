@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -30,7 +31,7 @@ from torch import Tensor
 from genesis.base.errors import RunEndedError, UserError
 from genesis.base.run_directory import RunDirectory
 from genesis.data.loader import SequenceFormat, build_window
-from genesis.data.prompt_data import Group, PromptData
+from genesis.data.prompt_data import EPISODE_COUNTS, EpisodesOfGroup, Group, PromptData
 from genesis.data.prompts import OVERLONG, Prompt
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.generate.batch import Batch, Request, check_is_number
@@ -41,6 +42,7 @@ from genesis.objectives.objective import Objective
 from genesis.objectives.policy_gradient import (
     ADVANTAGE,
     ANSWERS,
+    COUNT_OF,
     IS_FINISHED,
     IS_FIRST,
     LEARNED_ANSWERS,
@@ -62,6 +64,7 @@ from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
 from genesis.strategies.wrap import free_gathered_parameters
+from genesis.train.episodes import Answer, Asked, Episodes, describe_episode, shorten_transcripts
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.reward import Rewards
 from genesis_callbacks import AsyncProcessCheckpoint
@@ -75,19 +78,19 @@ _ROW_MULTIPLE = 16
 
 
 class _Row(NamedTuple):
-    """One answer, before or after its group is complete."""
+    """One answer, before or after its group is complete; `is_own` are the tokens that the model has written."""
 
     position: int
     number: int
-    prompt: tuple[int, ...]
+    prompt: Sequence[int] | NDArray[np.int32]
     answer: NDArray[np.int32]
+    is_own: NDArray[np.bool_]
 
 
 class _Written(NamedTuple):
     """The answers to a prompt, before they are scored by the training forward."""
 
-    prompt: tuple[int, ...]
-    answers: list[NDArray[np.int32]]
+    answers: list[Answer]
     single_rewards: NDArray[np.float64]
     num_resamples: int
 
@@ -99,10 +102,13 @@ class Rollouts:
         data: The prompts and the answers.
         rewards: The rewards of answers.
         trainer: The Trainer of the fit.
+        episodes: What plays the episodes, if answers are episodes in an environment.
     """
 
-    def __init__(self, data: PromptData, rewards: Rewards, trainer: pl.Trainer) -> None:
-        self._data, self._rewards, self._trainer = data, rewards, trainer
+    def __init__(
+        self, data: PromptData, rewards: Rewards, trainer: pl.Trainer, episodes: Episodes | None = None
+    ) -> None:
+        self._data, self._rewards, self._trainer, self._episodes = data, rewards, trainer, episodes
         self._options = data.prompt_options.all_rewards
 
     def fill(self, window: AccumulationWindow) -> AccumulationWindow:
@@ -126,10 +132,11 @@ class Rollouts:
             extra = self._describe(chunk, advantages, built.micro_batches[0].labels, is_first=bool(num_missing))
             micro_batches.append(replace(built.micro_batches[0], extra=extra))
             num_bytes += built.num_bytes
-        num_valid = sum(len(row.answer) for row in rows)
+        num_valid = sum(int(row.is_own.sum()) for row in rows)
         num_units = {}
         if self._objective.masks_cut_answers:
-            learned = [len(row.answer) for row in rows if self._is_finished(row.answer)]
+            finished = [row for row in rows if data.groups[row.position].is_finished[row.number]]
+            learned = [int(row.is_own.sum()) for row in finished]
             num_units = {LEARNED_ANSWERS: len(learned), LEARNED_TOKENS: sum(learned)}
         return AccumulationWindow(tuple(micro_batches), num_valid, num_bytes, window.data_position, num_units)
 
@@ -141,10 +148,10 @@ class Rollouts:
         requests = [self._request(prompt, SamplingOptions(0.0), 0) for prompt in prompts]
         # Answers take longer than the forwards of other validations: they have the limit of generation.
         with in_phase(self._trainer, "generate"), self._evaluating():
-            answers, single = self._write(requests, [(prompt, 1) for prompt in prompts])
+            answers, single = self._write(requests, [Asked(prompt, 1, 0) for prompt in prompts])
         free_gathered_parameters(self._decoder)
-        num_tokens = sum(map(len, answers))
-        sums = (self._add(single).sum(), sum(map(self._is_finished, answers)), num_tokens)
+        num_tokens = sum(answer.num_own for answer in answers)
+        sums = (self._add(single).sum(), sum(answer.is_finished for answer in answers), num_tokens)
         figures = dict(zip(VALIDATION_FIGURES, sums, strict=True)) | {
             REWARD_OF + name: values.sum() for name, values in self._by_name(single)
         }
@@ -177,18 +184,24 @@ class Rollouts:
                     for position, prompt in zip(asked, prompts, strict=True)
                     for number in range(size)
                 ]
-                named = [(prompt, number + 1) for prompt in prompts for number in range(size)]
+                # All answers to a prompt begin alike.
+                starts = [_seed(data.options.seed, position, 0, num_resamples) for position in asked]
+                named = [
+                    Asked(prompt, number + 1, start)
+                    for prompt, start in zip(prompts, starts, strict=True)
+                    for number in range(size)
+                ]
                 answers, single = self._write(requests, named)
                 for index, position in enumerate(asked):
                     own = slice(index * size, (index + 1) * size)
-                    written[position] = _Written(prompts[index].ids, answers[own], single[own], num_resamples)
+                    written[position] = _Written(answers[own], single[own], num_resamples)
                 asked = [position for position in asked if not self._has_signal(written[position].single_rewards)]
                 # All ranks go on together, because they answer together.
                 (num_asked,) = HostGroup().sum((len(asked),)).wait()
                 if not num_asked:
                     break
             rows = [
-                _Row(position, number, written[position].prompt, answer)
+                _Row(position, number, answer.prompt, answer.ids, answer.is_own)
                 for position in positions
                 for number, answer in enumerate(written[position].answers)
             ]
@@ -203,15 +216,16 @@ class Rollouts:
         for index, position in enumerate(positions):
             own, one = slice(index * size, (index + 1) * size), written[position]
             data.groups[position] = Group(
-                tuple(one.answers),
-                np.array([self._is_finished(answer) for answer in one.answers]),
+                tuple(answer.ids for answer in one.answers),
+                np.array([answer.is_finished for answer in one.answers]),
                 self._add(one.single_rewards),
                 old_log_probs[own],
                 one.single_rewards,
                 tuple(of_tokens[own]) if self._objective.needs_token_log_probs else None,
                 one.num_resamples,
+                _collect_episodes(one.answers),
             )
-        self._write_samples(positions[: options.num_logged_prompts])
+        self._write_samples(positions, {position: one.answers for position, one in written.items()})
 
     def _lacks_log_probs(self, group: Group) -> bool:
         of_answers = self._objective.needs_old_log_probs and bool(np.isnan(group.old_log_probs).any())
@@ -243,30 +257,26 @@ class Rollouts:
         room, most = self._data.options.seq_len - len(prompt.ids), self._data.prompt_options.max_new_tokens
         return Request(prompt.ids, room if most is None else min(room, most), sampling, seed)
 
-    def _write(
-        self, requests: Sequence[Request], asked: Sequence[tuple[Prompt, int]]
-    ) -> tuple[list[NDArray[np.int32]], NDArray[np.float64]]:
+    def _write(self, requests: Sequence[Request], asked: Sequence[Asked]) -> tuple[list[Answer], NDArray[np.float64]]:
         """Returns the answers to this rank's requests, and their rewards by name. All ranks call it together.
 
         Args:
             requests: The requests.
-            asked: The prompt of each, and the number of the answer among those to it.
+            asked: What each is for.
         """
         layout = layout_strategy(self._trainer.strategy).layout
         groups = layout.degrees.peer_groups()
         peers = next(group for group in groups if self._trainer.global_rank in group)
         own = range(peers.index(self._trainer.global_rank), len(requests), len(peers))
-        written: dict[int, tuple[NDArray[np.int32], NDArray[np.float64]]] = {}
+        written: dict[int, tuple[Answer, NDArray[np.float64]]] = {}
         failure: UserError | None = None
         whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
         try:
             # Compiled blocks would be compiled again for nearly every length of a prompt.
             with torch.compiler.set_stance("force_eager"), adapters_merged(whole):
-                answers = self._generate(whole, [requests[index] for index in own])
+                answers = self._answer_all(whole, [requests[index] for index in own], [asked[index] for index in own])
             for index, answer in zip(own, answers, strict=True):
-                (prompt, number), most = asked[index], requests[index].max_new_tokens
-                assert most is not None, "given by `_request`"
-                written[index] = answer, self._rewards.score(prompt, self._text(answer), number, len(answer), most)
+                written[index] = answer, self._score(asked[index], answer)
                 note_progress(self._trainer)  # a reward function may take long
         except UserError as error:
             failure = error
@@ -282,6 +292,25 @@ class Rollouts:
         ordered = [of_peers[index] for index in range(len(requests))]
         single = np.array([found for _, found in ordered], np.float64).reshape(len(ordered), len(self._options))
         return [answer for answer, _ in ordered], single
+
+    def _answer_all(self, whole: Decoder, requests: Sequence[Request], asked: Sequence[Asked]) -> list[Answer]:
+        """Returns the answers to requests: their tokens alone, or whole episodes."""
+        if self._episodes is not None:
+            return self._episodes.play(requests, asked, partial(self._generate, whole))
+        return [
+            Answer(tuple(request.prompt), ids, np.ones(len(ids), np.bool_), self._is_finished(ids))
+            for request, ids in zip(requests, self._generate(whole, requests), strict=True)
+        ]
+
+    def _score(self, asked: Asked, answer: Answer) -> NDArray[np.float64]:
+        """Returns the rewards of an answer; of an episode, that of its last turn behind the ones before it."""
+        episode, prompt = answer.episode, asked.prompt
+        most = self._data.prompt_options.longest_answer(self._data.options.seq_len - len(answer.prompt))
+        if episode is None:
+            return self._rewards.score(prompt, self._text(answer.ids), asked.number, len(answer.ids), most)
+        last = episode.last
+        prompt, text = prompt._replace(messages=episode.messages[:last]), episode.messages[last]["content"]
+        return self._rewards.score(prompt, text, asked.number, answer.num_own, most, episode.reward)
 
     def _generate(self, decoder: Decoder, requests: Sequence[Request]) -> list[NDArray[np.int32]]:
         """Returns the answers in the order of the requests."""
@@ -346,8 +375,13 @@ class Rollouts:
         ids = [token for token in answer.tolist() if token < tokenizer.vocab_size and token not in self._data.stop_ids]
         return tokenizer.spell(ids, has_controls=True)
 
-    def _write_samples(self, positions: Sequence[int]) -> None:
-        """Writes the answers to a few prompts into the run's directory; a repeated rollout replaces its file."""
+    def _write_samples(self, positions: Sequence[int], written: Mapping[int, Sequence[Answer]]) -> None:
+        """Writes the answers to a few prompts, or all episodes, into the run's directory.
+
+        A repeated rollout replaces its file. Of episodes, older files keep those of a few prompts.
+        """
+        num_logged = self._data.prompt_options.num_logged_prompts
+        positions = positions if self._episodes is not None else positions[:num_logged]
         checkpoints = [c for c in vars(self._trainer)["callbacks"] if isinstance(c, AsyncProcessCheckpoint)]
         layout = layout_strategy(self._trainer.strategy).layout
         if not positions or not checkpoints or not layout.reports_rows:
@@ -357,6 +391,7 @@ class Rollouts:
             group = self._data.groups[position]
             prompt = self._data.prompt_at(position, group.num_resamples)
             for number, answer in enumerate(group.answers):
+                is_own = group.is_own(number)
                 sample = {
                     "position": position,
                     "prompt": prompt.name,
@@ -368,22 +403,33 @@ class Rollouts:
                 }
                 if self._options:
                     sample["reward"] = float(group.rewards[number])
+                if (episode := written[position][number].episode) is not None:
+                    sample |= describe_episode(episode)
+                    sample |= {"num_tokens": written[position][number].num_own, "num_observed": int((~is_own).sum())}
                 sample |= {f"reward_{name}": float(ones[number]) for name, ones in self._by_name(group.single_rewards)}
                 lines.append(json.dumps(sample, ensure_ascii=False, default=repr))
         run = RunDirectory(checkpoints[0].directory.parent)
         path = run.rollout(positions[0], layout.data_rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, ("\n".join(lines) + "\n").encode("utf-8", "replace"))
+        if self._episodes is not None:
+            shorten_transcripts(run.rollouts, layout.data_rank, num_logged * self._data.prompt_options.group_size)
 
     # ---- from answers to tensors
 
     def _rows_at(self, positions: Sequence[int]) -> list[_Row]:
         groups = [(position, self._data.groups[position]) for position in positions]
         return [
-            _Row(position, number, self._data.prompt_at(position, group.num_resamples).ids, answer)
+            _Row(position, number, self._find_prompt(position, group), answer, group.is_own(number))
             for position, group in groups
             for number, answer in enumerate(group.answers)
         ]
+
+    def _find_prompt(self, position: int, group: Group) -> Sequence[int] | NDArray[np.int32]:
+        """Returns the ids before the answers to a prompt."""
+        if group.episodes is not None:
+            return group.episodes.prompt
+        return self._data.prompt_at(position, group.num_resamples).ids
 
     def _chunks(self, rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
         """Yields the rows of each micro-batch."""
@@ -403,7 +449,7 @@ class Rollouts:
         for number, row in enumerate(rows):
             end = len(row.prompt) + len(row.answer)
             ids[number, : len(row.prompt)], ids[number, len(row.prompt) : end] = row.prompt, row.answer
-            has_label[number, len(row.prompt) : end] = True
+            has_label[number, len(row.prompt) : end] = row.is_own
             lengths[number] = end - 1
         return build_window(
             ids, self._format(width), len(rows), 0, np.zeros((len(rows), width), np.bool_), lengths, has_label
@@ -442,6 +488,9 @@ class Rollouts:
                 }
             if self._data.prompt_options.max_resamples:
                 values[NUM_ASKED] = group.num_resamples + 1
+            if group.episodes is not None:
+                counts = group.episodes.counts[row.number].tolist()
+                values |= {COUNT_OF + name: count for name, count in zip(EPISODE_COUNTS, counts, strict=True)}
             for name, ones in self._by_name(group.single_rewards):
                 values |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}
             for name, value in values.items():
@@ -454,7 +503,7 @@ class Rollouts:
                 assert found is not None, "the objective needs them"
                 ones[is_label] = torch.from_numpy(found[row.number])
             tensors[OLD_TOKEN_LOG_PROB] = of_tokens
-        longest = self._data.prompt_options.max_new_tokens or self._data.options.seq_len
+        longest = self._data.prompt_options.longest_answer(self._data.options.seq_len)
         return {**tensors, TEMPERATURE: self._temperature, LONGEST: torch.tensor([longest], dtype=torch.float32)}
 
     @property
@@ -502,6 +551,16 @@ def _in_evaluation(decoder: Decoder) -> Iterator[None]:
         yield
     finally:
         decoder.train(was_training)
+
+
+def _collect_episodes(answers: Sequence[Answer]) -> EpisodesOfGroup | None:
+    """Returns what the answers of a group have beside their tokens, if they are episodes."""
+    first, *_ = answers
+    if first.episode is None:
+        return None
+    counts = [answer.episode.counts for answer in answers if answer.episode is not None]
+    is_own = tuple(answer.is_own for answer in answers)
+    return EpisodesOfGroup(np.array(first.prompt, np.int32), is_own, np.array(counts, np.int64))
 
 
 def _seed(seed: int, position: int, number: int, num_resamples: int) -> int:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from genesis.chat import training
+from genesis.chat.harmony import HarmonyReader
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ChatTemplate
+from genesis.chat.tools import HARMONY, find_form
 from genesis.cli.chat import Chat
 from genesis.generate.grammar import compile_grammar
 from genesis.generate.load import Loaded
 from genesis.generate.stream import GenerateOptions
 from genesis.serve.choice import Shown
 from genesis.serve.form import ChatForm, Part
-from genesis.serve.harmony import HarmonyReader
-from genesis.serve.tools import HARMONY, find_form
 from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.open import extend_tokenizer, open_tokenizer
 from tests.tiny_runs import build_decoder

@@ -13,10 +13,11 @@ import tokenizers
 import torch
 
 from genesis.base.device import send as device_send
+from genesis.chat import tools
 from genesis.generate import batch
 from genesis.generate.load import load_decoder
 from genesis.generate.prefix_store import PrefixStore
-from genesis.serve import tools, worker
+from genesis.serve import worker
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits

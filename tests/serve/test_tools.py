@@ -10,13 +10,14 @@ from typing import Any, cast
 import llguidance
 import pytest
 
+from genesis.chat.tools import Call, ToolForm, ToolReader, find_form, parse_calls
 from genesis.generate.batch import NewToken, Request
 from genesis.generate.grammar import compile_grammar
 from genesis.serve.completion import Completion
 from genesis.serve.errors import ApiError
+from genesis.serve.forced_calls import write_choice
 from genesis.serve.prompt import EncodedPrompt, Facts
 from genesis.serve.request import parse_chat
-from genesis.serve.tools import Call, ToolForm, ToolReader, find_form, parse_calls, write_choice
 from genesis.serve.worker import Result, Ticket, Worker
 from genesis.tokenizer.open import open_tokenizer
 from tests.tokenizer.test_huggingface import qwen

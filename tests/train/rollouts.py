@@ -55,14 +55,14 @@ def write_case(directory: Path, reward: str = REWARD) -> Path:
     return directory
 
 
-def build_data(case: Path, **changes: Any) -> CorpusDataModule:
+def build_data(case: Path, seq_len: int = SEQ_LEN, **changes: Any) -> CorpusDataModule:
     options: dict[str, Any] = {"group_size": GROUP_SIZE, "steps_per_rollout": 3, "max_new_tokens": 12, "num_rows": 5}
     prompts = PromptOptions(
         (SourceOptions("questions", (str(case / "prompts.jsonl"),)),),
         str(case / "tokenizer"),
         **({"reward": f"{case / 'reward.py'}:reward"} | options | changes),
     )
-    data = CorpusDataModule(seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=2, prompts=prompts)
+    data = CorpusDataModule(seq_len=seq_len, micro_batch_size=2, global_batch_size=2, prompts=prompts)
     data.allows_reward_code = True
     return data
 
@@ -77,7 +77,7 @@ def build_module(data: CorpusDataModule, mixture: str | None = None, **changes: 
             "num_heads": 4,
             "num_kv_heads": 2,
             "ffn_dim": 48,
-            "max_seq_len": SEQ_LEN,
+            "max_seq_len": data.training.options.seq_len,
         }
     )
     if mixture is not None:

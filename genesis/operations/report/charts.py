@@ -373,9 +373,9 @@ def _parts_builder(run: Run) -> Callable[[Palette], Figure]:
     return build
 
 
-def plan_others(runs: Sequence[Run], max_charts: int) -> tuple[list[Drawing], list[str]]:
-    """Returns small charts of the metrics that no other chart shows."""
-    shown = {line.key for chart in CHARTS for line in (*chart.lines, *chart.marks)}
+def plan_others(runs: Sequence[Run], max_charts: int, further: Sequence[Chart] = ()) -> tuple[list[Drawing], list[str]]:
+    """Returns small charts of the metrics that no other chart shows, neither those of `CHARTS` nor `further` ones."""
+    shown = {line.key for chart in (*CHARTS, *further) for line in (*chart.lines, *chart.marks)}
     keys = sorted({key for run in runs for key, series in run.log.series.items() if series.last} - shown)
     keys = [key for key in keys if not key.startswith(("time/", "counters/", "data/tokens_", "data/epochs_"))]
     charts = [

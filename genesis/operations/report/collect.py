@@ -4,8 +4,9 @@ A file that cannot be read leaves its part of the report out, with a note; only 
 """
 
 import difflib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ MAX_SAMPLES: Final = 6
 _MAX_RECIPE_BYTES: Final = 1 << 18
 _MAX_SAMPLE_BYTES: Final = 1 << 20
 _MAX_SAMPLE_CHARACTERS: Final = 2000
+_MAX_TURNS: Final = 24
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class Sample:
 
     title: str
     text: str
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode of a rollout: its turns, each with who wrote it and its reward, as texts."""
+
+    title: str
+    turns: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class Run:
         crashes: The supervisor's records.
         results: Evaluations.
         samples: Texts that the model wrote.
+        episodes: Episodes of the first and the newest rollout, by their files.
         recipe: The first resolved recipe; empty if there is none.
         num_recipes: Number of starts with a recipe.
         notes: What the run gave up, and what was left out and why.
@@ -66,6 +77,7 @@ class Run:
     crashes: Sequence[CrashRecord] = ()
     results: Sequence[Result] = ()
     samples: Sequence[Sample] = ()
+    episodes: Mapping[Path, Sequence[Episode]] = field(default_factory=dict)
     recipe: str = ""
     num_recipes: int = 0
     notes: list[str] = field(default_factory=list)
@@ -136,6 +148,7 @@ def _collect(path: Path, name: str) -> Run:
         results = []
         notes.append(f"Evaluations are left out: {error}")
     recipe = _read_recipe(run.recipe, notes)
+    episodes = _read_episodes(run.rollouts, notes)
     return Run(
         name=name,
         path=path,
@@ -144,7 +157,8 @@ def _collect(path: Path, name: str) -> Run:
         events=events,
         crashes=read_crashes(path),
         results=results,
-        samples=_read_samples(run.rollouts, notes),
+        samples=[] if episodes else _read_samples(run.rollouts, notes),
+        episodes=episodes,
         recipe=recipe,
         num_recipes=bool(recipe) + sum(1 for _ in path.glob("config.resume-*.yaml")),
         notes=[*_note_recipes([recipe, *_read_resumed(path)]), *log.notes, *notes],
@@ -188,13 +202,54 @@ def _read_samples(directory: Path, notes: list[str]) -> list[Sample]:
     newest = max(directory.glob("*.jsonl"), key=lambda path: path.name, default=None)
     if newest is None or not newest.is_file():
         return []
+    return [sample for line in _read_lines(newest, notes) if (sample := _decode_sample(line)) is not None]
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[bytes]:
+    """Returns the first lines of a rollout's file."""
     try:
-        with open_file(newest) as file:
-            lines = file.read(_MAX_SAMPLE_BYTES).split(b"\n")[:MAX_SAMPLES]
+        with open_file(path) as file:
+            return file.read(_MAX_SAMPLE_BYTES).split(b"\n")[:MAX_SAMPLES]
     except OSError as error:
         notes.append(f"Samples are left out: {error.strerror}.")
         return []
-    return [sample for line in lines if (sample := _decode_sample(line)) is not None]
+
+
+def _read_episodes(directory: Path, notes: list[str]) -> dict[Path, list[Episode]]:
+    """Returns the first episodes of the first rollout and of the newest; none if answers have no turns."""
+    files = sorted(path for path in directory.glob("*.jsonl") if path.is_file())
+    read = {path: _read_lines(path, notes) for path in dict.fromkeys([*files[:1], *files[-1:]])}
+    decoded = {path: [one for line in lines if (one := _decode_episode(line))] for path, lines in read.items()}
+    return {path: episodes for path, episodes in decoded.items() if episodes}
+
+
+def _decode_episode(line: bytes) -> Episode | None:
+    try:
+        content: Any = load_json(line)
+    except (ValueError, RecursionError):
+        return None
+    turns = content.get("turns") if isinstance(content, dict) else None
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return None
+    shown = []
+    for turn in [*_list_asked(content), *turns][:_MAX_TURNS]:
+        calls = f"\n{json.dumps(turn['tool_calls'], ensure_ascii=False)}" if "tool_calls" in turn else ""
+        reward = f", reward {turn['reward']:g}" if isinstance(turn.get("reward"), int | float) else ""
+        text = f"{turn.get('content', '')}{calls}"[:_MAX_SAMPLE_CHARACTERS]
+        shown.append((printable(f"{turn.get('role')}{reward}"[:_MAX_SAMPLE_CHARACTERS]), text))
+    parts = [f"{name} {content[name]}" for name in ("prompt", "answer", "reward", "ending") if name in content]
+    parts += [f"{name} {value:g}" for name, value in content.items() if _is_reward(name, value)]
+    return Episode(printable(", ".join(parts)[:_MAX_SAMPLE_CHARACTERS]), shown)
+
+
+def _list_asked(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages before the model's first turn."""
+    messages = content.get("messages")
+    return [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+
+
+def _is_reward(name: str, value: Any) -> bool:
+    return name.startswith("reward_") and isinstance(value, int | float)
 
 
 def _decode_sample(line: bytes) -> Sample | None:

@@ -16,6 +16,7 @@ from genesis import __version__
 from genesis.base.errors import numbered
 from genesis.operations.report.charts import Drawing, format_number, in_words, plan_lines, plan_others, plan_parts
 from genesis.operations.report.collect import Run
+from genesis.operations.report.episodes import lay_out_episodes, plan_charts, plan_rewards
 from genesis.operations.report.history import list_milestones, plan_data, plan_evaluations, plan_timelines
 from genesis.operations.report.log import ALL_PARTS, STEP_TIME
 from genesis.operations.report.memory import plan_memory
@@ -72,9 +73,10 @@ def plan_sections(runs: Sequence[Run]) -> list[Section]:
     timelines, no_events = plan_timelines(runs)
     data, no_data = plan_data(runs)
     evaluations, no_evaluations = plan_evaluations(runs)
-    others, left = plan_others(runs, _MAX_OTHERS)
+    others, left = plan_others(runs, _MAX_OTHERS, plan_charts(runs))
     return [
         Section("Training", [*lines, *memory, *parts], [*missing, *no_plan, *no_parts]),
+        Section("Rewards and answers", plan_rewards(runs)),
         Section("Checkpoints, crashes and restarts", timelines, no_events),
         Section("Data", data, no_data),
         Section("Evaluations", evaluations, no_evaluations),
@@ -114,6 +116,7 @@ def render_page(runs: Sequence[Run], sections: Sequence[Section], written_second
         tiles=plan_tiles(runs[0]) if len(runs) == 1 else [],
         sections=[_draw(section, names) for section in sections],
         tables=_build_tables(runs),
+        episodes=lay_out_episodes(runs),
         notes=[note if len(runs) == 1 else f"{run.name}: {note}" for run in runs for note in run.notes],
     )
 

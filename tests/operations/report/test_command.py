@@ -330,3 +330,40 @@ def test_a_start_from_the_checkpoint_of_another_run_is_not_drawn_as_a_resume(run
         file.write(encode_event(base))
     (found,) = collect_runs([run])
     assert find_restarts(found) == [10]
+
+
+def write_episodes(run: Path, position: int, reward: float) -> None:
+    asked, call = {"role": "user", "content": "<b>Guess.</b>"}, [{"function": {"name": "look", "arguments": "{}"}}]
+    turns = [
+        {"role": "assistant", "content": "4", "tool_calls": call, "reward": 0.0},
+        {"role": "tool", "content": "Higher."},
+        {"role": "assistant", "content": "5", "reward": reward},
+    ]
+    line = {"prompt": "numbers 1", "answer": 1, "messages": [asked], "turns": turns, "text": "", "reward": reward}
+    (run / "rollouts").mkdir(exist_ok=True)
+    lines = [json.dumps(line | {"reward_game": reward, "ending": "done"}), '{"turns": 5}', '{"turns": [6]}']
+    (run / f"rollouts/{position:010d}.rank-0.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_rewards_are_drawn_by_name_and_episodes_stand_side_by_side(tmp_path: Path, run: Path) -> None:
+    names = ("reward_game", "reward_game_spread", "reward_game_no_signal", "reward_short", "turns")
+    header = "step," + ",".join(f"train/{name}" for name in names)
+    (run / "metrics.csv").write_text(f"{header}\n1,0.25,0.5,0,1,2\n2,0.75,0.5,0,1,3\n")
+    for position, reward in ((0, 0.25), (16, 0.5), (32, 1.0)):
+        write_episodes(run, position, reward)
+    shown = report("mine")
+    assert "<h2>Rewards and answers</h2>" in shown
+    assert {"rewards", "turns"} <= set(re.findall(r'<figure id="([\w-]+)"', shown))
+    assert "train/reward_short" not in shown  # among the other metrics
+    table = shown[shown.index("Episodes side by side") :]
+    assert re.findall(r"<th>(.*?)</th>", table)[:2] == ["position 0", "position 32"]
+    assert table.index("reward 0.25") < table.index("reward 1.0, ending done, reward_game 1")
+    assert "assistant, reward 1</div><pre>5</pre>" in table
+    assert "&lt;b&gt;Guess.&lt;/b&gt;" in table
+    assert "look" in table
+    other = tmp_path / "runs/other"
+    write_log(other, [])
+    write_episodes(other, 48, 0.75)
+    table = report("mine", "other")
+    table = table[table.index("Episodes side by side") :]
+    assert re.findall(r"<th>(.*?)</th>", table)[:2] == ["mine, position 32", "other, position 48"]

@@ -13,16 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
-from genesis.generate.grammar import write_schema
-from genesis.serve.forced_calls import (
-    CallWriter,
-    write_function_tags,
-    write_keyed_tags,
-    write_python,
-    write_python_list,
-)
-from genesis.serve.held import count_held
-from genesis.serve.streamed_object import StreamedObject
+from genesis.chat.held import count_held
+from genesis.chat.streamed_object import StreamedObject
 from genesis.tokenizer.tokenizer import Tokenizer
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -53,7 +45,7 @@ class ToolForm(NamedTuple):
         family: The family, for messages.
         mark: What a template of this family has beside `begin`.
         forced: What a call that is asked for has before its arguments, with NAME for the tool, and behind them; where
-            the arguments are no JSON, what writes the rules of a call.
+            the arguments are no JSON, the name of the rules of a call in `genesis.serve.forced_calls`.
         is_bare: Whether a whole answer may be calls without what precedes them.
         symbols: Further control symbols within calls.
     """
@@ -62,7 +54,7 @@ class ToolForm(NamedTuple):
     end: str | None
     family: str = ""
     mark: str = ""
-    forced: tuple[str, str] | CallWriter = ('{"name": "NAME", "arguments": ', "}")
+    forced: tuple[str, str] | str = ('{"name": "NAME", "arguments": ', "}")
     is_bare: bool = False
     symbols: tuple[str, ...] = ()
 
@@ -80,11 +72,11 @@ HARMONY: Final = ToolForm(
     is_bare=True,  # the sign stands within what a forced call begins with
     symbols=("<|start|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
 )
-"""Read by `genesis.serve.harmony`."""
+"""Read by `genesis.chat.harmony`."""
 # Of several with one sign, the first whose mark is in the template.
 _FORMS: Final = (
-    ToolForm("<tool_call>", "</tool_call>", "Qwen3-Coder", mark="<function=", forced=write_function_tags),
-    ToolForm("<tool_call>", "</tool_call>", "GLM", mark="<arg_key>", forced=write_keyed_tags),
+    ToolForm("<tool_call>", "</tool_call>", "Qwen3-Coder", mark="<function=", forced="function_tags"),
+    ToolForm("<tool_call>", "</tool_call>", "GLM", mark="<arg_key>", forced="keyed_tags"),
     ToolForm("<tool_call>", "</tool_call>", "Hermes", forced=_LINES),  # Qwen, SmolLM, Granite 4, too
     # The model must write an id, which no one reads.
     ToolForm(
@@ -94,9 +86,9 @@ _FORMS: Final = (
     ToolForm("[TOOL_CALLS]", None, "Mistral", forced=_LIST, symbols=_MISTRAL_SYMBOLS),
     ToolForm("<|python_tag|>", None, "Llama 3", forced=('{"name": "NAME", "parameters": ', "}"), is_bare=True),
     ToolForm("<|tool_call|>", "<|/tool_call|>", "Phi-4 mini", forced=_LIST),
-    ToolForm("<|tool_call_start|>", "<|tool_call_end|>", "LFM2", forced=write_python_list),
+    ToolForm("<|tool_call_start|>", "<|tool_call_end|>", "LFM2", forced="python_list"),
     HARMONY,
-    ToolForm("<function_calls>", "</function_calls>", "OLMo 3", forced=write_python),
+    ToolForm("<function_calls>", "</function_calls>", "OLMo 3", forced="python"),
     ToolForm(
         *_DEEPSEEK_SIGNS,
         "DeepSeek-V3",
@@ -279,39 +271,6 @@ def _find_symbols(form: ToolForm, tokenizer: Any) -> Mapping[int, str]:
     return {
         token: piece for token, piece in enumerate(tokenizer.pieces) if piece in signs and tokenizer.is_control(token)
     }
-
-
-def write_choice(form: ToolForm, tools: Tools, tokenizer: Tokenizer | None) -> str:
-    """Returns a grammar of one call of one of the tools, as the family writes it.
-
-    Args:
-        form: How the model writes calls.
-        tools: The tools that may be called.
-        tokenizer: The tokenizer of the model, which may have control symbols for the signs of the form.
-
-    Raises:
-        ApiError: The arguments of a tool have what the form cannot be held to.
-    """
-    ids = {piece: token for token, piece in find_symbols(form, tokenizer).items()}
-    begin, end = ("", "") if form.is_bare else (form.begin, form.end or "")
-    lines = ["start: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
-    for index, (name, schema) in enumerate(tools.items()):
-        if callable(form.forced):
-            lines += [f"call_{index}: {_write_text(begin, ids)} body_{index} {_write_text(end, ids)}"]
-            lines += form.forced(index, name, schema)
-            continue
-        before, behind = form.forced
-        opening = begin + before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1])
-        lines += [f"call_{index}: {_write_text(opening, ids)} given_{index} {_write_text(behind + end, ids)}"]
-        lines += [f"given_{index}: {write_schema(schema)}"]
-    return "\n".join(lines)
-
-
-def _write_text(text: str, ids: Mapping[str, int]) -> str:
-    """Returns a text as a part of a grammar, in which control symbols stand by their ids."""
-    parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
-    written = [f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part]
-    return " ".join(written)
 
 
 def parse_calls(body: str, form: ToolForm, tools: Tools) -> list[Call] | None:

@@ -3,8 +3,8 @@
 import re
 from typing import Final
 
-from genesis.serve.held import count_held
-from genesis.serve.tools import HARMONY, Tools, ToolText, describe_call, parse_calls
+from genesis.chat.held import count_held
+from genesis.chat.tools import HARMONY, Tools, ToolText, describe_call, parse_calls
 
 _CHANNEL, _START, _MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", _START)
