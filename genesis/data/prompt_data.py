@@ -42,6 +42,7 @@ class Group:
         single_rewards: What `rewards` is the weighted sum of, for each answer.
         token_log_probs: The log-probability of each token of each answer, if the objective needs them.
         num_resamples: How many prompts before this one were given up, because their rewards were equal.
+        server_log_probs: The log-probability of each token of each answer, as the server that wrote it gives them.
     """
 
     answers: tuple[NDArray[np.int32], ...]
@@ -51,6 +52,7 @@ class Group:
     single_rewards: NDArray[np.float64]
     token_log_probs: tuple[NDArray[np.float32], ...] | None = None
     num_resamples: int = 0
+    server_log_probs: tuple[NDArray[np.float32], ...] | None = None
 
 
 class HeldOutWindows:
@@ -107,6 +109,8 @@ class PromptData:
         self.options = options
         self.cursor = DataCursor(options, lambda: prompt_options.sources, self._count_prompts)
         self.groups: dict[int, Group] = {}
+        # The names of the weights that a server got after updates, while rollouts need them.
+        self.served: dict[int, str] = {}
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
 
@@ -130,6 +134,11 @@ class PromptData:
     def stop_ids(self) -> frozenset[int]:
         """Returns the tokens that end an answer."""
         return find_stop_ids(self.tokenizer, self._learned, self.prompt_options.template)
+
+    @property
+    def template_file(self) -> Path | None:
+        """Returns the file of the template of the prompts; None for the tokenizer's own."""
+        return self.prompt_options.template or self._learned
 
     @property
     def chat_template(self) -> str:
@@ -218,7 +227,10 @@ class PromptData:
         if all(own in self.groups for own in self.own_positions(position)):
             return []
         step, last = self.options.global_batch_size, self.cursor.last_position
-        end = position + step * self.prompt_options.steps_per_rollout
+        size = step * self.prompt_options.steps_per_rollout
+        end = position + size
+        if self.prompt_options.rollouts.is_remote:  # the weights of each rollout are fixed by its number
+            end -= position % size
         batches = range(position, end if last is None else min(end, last), step)
         return [own for batch in batches for own in self.own_positions(batch) if own not in self.groups]
 
@@ -259,7 +271,8 @@ class PromptData:
 
     def state(self) -> dict[str, Any]:
         """Returns the position, the order, and this rank's answers that are not trained yet."""
-        return {**self.cursor.state(), "prompts": True, "groups": pack_groups(self.groups)}
+        served = {"served": {str(update): name for update, name in self.served.items()}} if self.served else {}
+        return {**self.cursor.state(), "prompts": True, "groups": pack_groups(self.groups), **served}
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
         """Continues from a saved state; returns a line about the mix if that has changed."""
@@ -269,6 +282,7 @@ class PromptData:
                 "from its weights (--checkpoint.restore weights)"
             )
         note, self.groups = self.cursor.load_state(state), unpack_groups(state["groups"])
+        self.served = {int(update): name for update, name in state.get("served", {}).items()}
         wanted = self.prompt_options.group_size, len(self.prompt_options.all_rewards)
         if {group.single_rewards.shape for group in self.groups.values()} - {wanted}:
             # The saved answers cannot be shared among other micro-batches, or lack rewards: the weights that wrote them
@@ -295,8 +309,16 @@ def pack_groups(groups: Mapping[int, Group]) -> dict[str, Any]:
     ordered = sorted(groups.items())
     answers = [answer for _, group in ordered for answer in group.answers]
     of_tokens = [one for _, group in ordered for one in group.token_log_probs or ()]
+    # Those of a group without are the trainer's own, which has then written its answers.
+    by_server = [
+        one
+        for _, group in ordered
+        for one in group.server_log_probs or group.token_log_probs or ()
+        if any(other.server_log_probs is not None for _, other in ordered)
+    ]
     return {
         **({"token_log_probs": np.concatenate(of_tokens)} if of_tokens else {}),
+        **({"server_log_probs": np.concatenate(by_server)} if by_server else {}),
         "positions": np.array([position for position, _ in ordered], np.int64),
         "sizes": np.array([len(group.answers) for _, group in ordered], np.int64),
         "lengths": np.array([len(answer) for answer in answers], np.int64),
@@ -322,6 +344,7 @@ def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
     of_answers = np.cumsum(packed["lengths"])[:-1]
     answers = np.split(packed["tokens"], of_answers)
     of_tokens = np.split(packed["token_log_probs"], of_answers) if "token_log_probs" in packed else None
+    by_server = np.split(packed["server_log_probs"], of_answers) if "server_log_probs" in packed else None
     columns = [np.split(packed[name], ends) for name in ("is_finished", "rewards", "old_log_probs", "single_rewards")]
     groups = {}
     for index, (position, size, start) in enumerate(
@@ -337,5 +360,6 @@ def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
             single_rewards,
             None if of_tokens is None else tuple(of_tokens[own]),
             int(packed["num_resamples"][index]),
+            None if by_server is None else tuple(by_server[own]),
         )
     return groups

@@ -17,6 +17,7 @@ from genesis.chat.marks import RECORD_MARKS
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ConversationError, EndlessTemplateError, Message
+from genesis.data.rollout_options import RolloutOptions
 from genesis.data.row_notes import MAX_REFUSED, BadRowsError, RefusedRow, explain_refused, strip_place
 from genesis.data.sources import (
     BadRow,
@@ -123,6 +124,7 @@ class PromptOptions:
         num_logged_prompts: Prompts of each rollout and rank whose answers are written to the run's directory.
         validation_share: The share of the prompts that are not trained, and get one greedy answer in each validation.
             A prompt's content decides whether it is one of them.
+        rollouts: Who writes the answers: the model that trains, or a server.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -142,6 +144,7 @@ class PromptOptions:
     on_long: Literal["error", "drop"] = "error"
     num_logged_prompts: int = 1
     validation_share: float = 0.0
+    rollouts: RolloutOptions = field(default_factory=RolloutOptions)
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
@@ -170,6 +173,7 @@ class PromptOptions:
             raise UserError(
                 f"data.prompts.validation_share is {self.validation_share}; it must be at least 0 and below 1"
             )
+        self.rollouts.check(self.steps_per_rollout, self.temperature)
         _ = self.chat
 
     def _check_rewards(self) -> None:

@@ -216,6 +216,8 @@ class CorpusDataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Reverts the changes of `setup` to the trainer, and ends a stream's workers."""
         self.training.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
         self._rollouts = None  # and the process of its rewards
         self._give_back_validation()
         if self.trainer is not None and self._has_set_max_steps:

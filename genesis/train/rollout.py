@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,14 +44,17 @@ from genesis.objectives.policy_gradient import (
     ANSWERS,
     IS_FINISHED,
     IS_FIRST,
+    LAG,
     LEARNED_ANSWERS,
     LEARNED_TOKENS,
     LONGEST,
+    MAX_RATIO,
     NUM_ASKED,
     OLD_LOG_PROB,
     OLD_TOKEN_LOG_PROB,
     REWARD,
     REWARD_OF,
+    SERVER_LOG_PROB,
     SPREAD,
     SPREAD_OF,
     TEMPERATURE,
@@ -62,8 +66,10 @@ from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
 from genesis.strategies.wrap import free_gathered_parameters
+from genesis.train.answer_journal import Answer
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.reward import Rewards
+from genesis.train.server_rollouts import ServerRollouts
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.host_group import HostGroup
@@ -87,7 +93,7 @@ class _Written(NamedTuple):
     """The answers to a prompt, before they are scored by the training forward."""
 
     prompt: tuple[int, ...]
-    answers: list[NDArray[np.int32]]
+    answers: list[Answer]
     single_rewards: NDArray[np.float64]
     num_resamples: int
 
@@ -104,18 +110,30 @@ class Rollouts:
     def __init__(self, data: PromptData, rewards: Rewards, trainer: pl.Trainer) -> None:
         self._data, self._rewards, self._trainer = data, rewards, trainer
         self._options = data.prompt_options.all_rewards
+        # Not for a validation, whose answers are those of the weights at hand.
+        is_remote = data.prompt_options.rollouts.is_remote and trainer.state.fn == TrainerFn.FITTING
+        self._server = ServerRollouts(data, trainer, self._plan) if is_remote else None
+
+    def close(self) -> None:
+        """Ends what asks a server."""
+        if self._server is not None:
+            self._server.close()
 
     def fill(self, window: AccumulationWindow) -> AccumulationWindow:
         """Returns this rank's window with its answers. All ranks call it for the same window."""
         data = self._data
         position = window.data_position - data.options.global_batch_size
-        if self._objective.needs_token_log_probs and any(one.token_log_probs is None for one in data.groups.values()):
+        if self._keeps_tokens and any(one.token_log_probs is None for one in data.groups.values()):
             data.groups = {}  # of a run whose objective did not need them
         (num_missing,) = HostGroup().sum((len(data.plan_rollout(position)),)).wait()
         if num_missing:
             # After a resume with another batch size some answers may be known. All are written again, so that all ranks
             # have equally many: under sharding they run the same forwards.
             data.groups = {}
+        if self._server is not None:
+            with timing(self._trainer, "generation"), in_phase(self._trainer, "generate"):
+                self._server.advance(position)
+        if num_missing:
             with timing(self._trainer, "generation"), in_phase(self._trainer, "generate"):
                 self._answer(data.plan_rollout(position))
         advantages = self._compare(data.own_positions(position))
@@ -141,7 +159,8 @@ class Rollouts:
         requests = [self._request(prompt, SamplingOptions(0.0), 0) for prompt in prompts]
         # Answers take longer than the forwards of other validations: they have the limit of generation.
         with in_phase(self._trainer, "generate"), self._evaluating():
-            answers, single = self._write(requests, [(prompt, 1) for prompt in prompts])
+            written, single = self._write(requests, [(prompt, 1) for prompt in prompts])
+            answers = [answer.ids for answer in written]
         free_gathered_parameters(self._decoder)
         num_tokens = sum(map(len, answers))
         sums = (self._add(single).sum(), sum(map(self._is_finished, answers)), num_tokens)
@@ -164,19 +183,16 @@ class Rollouts:
         """
         data, decoder = self._data, self._decoder
         options = data.prompt_options
-        size, sampling = options.group_size, SamplingOptions(options.temperature)
+        size = options.group_size
+        rollout = None if self._server is None else self._server.find_rollout(data.cursor.position)
         written: dict[int, _Written] = {}
         asked = list(positions)
         with self._evaluating():
             for num_resamples in range(options.max_resamples + 1):
                 prompts = [data.prompt_at(position, num_resamples) for position in asked]
-                requests = [
-                    self._request(prompt, sampling, _seed(data.options.seed, position, number, num_resamples))
-                    for position, prompt in zip(asked, prompts, strict=True)
-                    for number in range(size)
-                ]
+                requests = self._request_all(asked, prompts, num_resamples)
                 named = [(prompt, number + 1) for prompt in prompts for number in range(size)]
-                answers, single = self._write(requests, named)
+                answers, single = self._write(requests, named, rollout)
                 for index, position in enumerate(asked):
                     own = slice(index * size, (index + 1) * size)
                     written[position] = _Written(prompts[index].ids, answers[own], single[own], num_resamples)
@@ -186,7 +202,7 @@ class Rollouts:
                 if not num_asked:
                     break
             rows = [
-                _Row(position, number, written[position].prompt, answer)
+                _Row(position, number, written[position].prompt, answer.ids)
                 for position in positions
                 for number, answer in enumerate(written[position].answers)
             ]
@@ -196,14 +212,17 @@ class Rollouts:
         of_tokens = [one for _, found in scored for one in found]
         for index, position in enumerate(positions):
             own, one = slice(index * size, (index + 1) * size), written[position]
+            ids = tuple(answer.ids for answer in one.answers)
+            by_server = tuple(answer.log_probs for answer in one.answers if answer.log_probs is not None)
             data.groups[position] = Group(
-                tuple(one.answers),
-                np.array([self._is_finished(answer) for answer in one.answers]),
+                ids,
+                np.array([self._is_finished(answer) for answer in ids]),
                 self._add(one.single_rewards),
                 old_log_probs[own],
                 one.single_rewards,
-                tuple(of_tokens[own]) if self._objective.needs_token_log_probs else None,
+                tuple(of_tokens[own]) if self._keeps_tokens else None,
                 one.num_resamples,
+                by_server or None,
             )
         self._write_samples(positions[: options.num_logged_prompts])
 
@@ -233,32 +252,55 @@ class Rollouts:
         room, most = self._data.options.seq_len - len(prompt.ids), self._data.prompt_options.max_new_tokens
         return Request(prompt.ids, room if most is None else min(room, most), sampling, seed)
 
+    def _request_all(
+        self, positions: Sequence[int], prompts: Sequence[Prompt], num_resamples: int = 0
+    ) -> list[Request]:
+        """Returns the requests for the answers to the prompts at `positions`."""
+        options, seed = self._data.prompt_options, self._data.options.seed
+        sampling = SamplingOptions(options.temperature)
+        return [
+            self._request(prompt, sampling, _seed(seed, position, number, num_resamples))
+            for position, prompt in zip(positions, prompts, strict=True)
+            for number in range(options.group_size)
+        ]
+
+    def _plan(self, positions: Sequence[int]) -> list[Request]:
+        """Returns those of the requests for the answers at `positions` that this rank sends to a server."""
+        requests = self._request_all(positions, [self._data.prompt_at(position) for position in positions])
+        return [requests[index] for index in self._share(len(requests))]
+
+    def _share(self, number: int) -> range:
+        """Returns which of so many requests this rank answers, of those that its peers have, too."""
+        groups = layout_strategy(self._trainer.strategy).layout.degrees.peer_groups()
+        peers = next(group for group in groups if self._trainer.global_rank in group)
+        return range(peers.index(self._trainer.global_rank), number, len(peers))
+
     def _write(
-        self, requests: Sequence[Request], asked: Sequence[tuple[Prompt, int]]
-    ) -> tuple[list[NDArray[np.int32]], NDArray[np.float64]]:
+        self, requests: Sequence[Request], asked: Sequence[tuple[Prompt, int]], rollout: int | None = None
+    ) -> tuple[list[Answer], NDArray[np.float64]]:
         """Returns the answers to this rank's requests, and their rewards by name. All ranks call it together.
 
         Args:
             requests: The requests.
             asked: The prompt of each, and the number of the answer among those to it.
+            rollout: The number of the rollout that a server writes; None to answer here.
         """
         layout = layout_strategy(self._trainer.strategy).layout
-        groups = layout.degrees.peer_groups()
-        peers = next(group for group in groups if self._trainer.global_rank in group)
-        own = range(peers.index(self._trainer.global_rank), len(requests), len(peers))
-        written: dict[int, tuple[NDArray[np.int32], NDArray[np.float64]]] = {}
-        failure: UserError | None = None
-        whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
+        own = self._share(len(requests))
+        written: dict[int, tuple[Answer, NDArray[np.float64]]] = {}
+        failure: UserError | RunEndedError | None = None
+        whole = None
+        if rollout is None:
+            whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
         try:
-            # Compiled blocks would be compiled again for nearly every length of a prompt.
-            with torch.compiler.set_stance("force_eager"):
-                answers = self._generate(whole, [requests[index] for index in own])
+            answers = self._ask(whole, [requests[index] for index in own], rollout)
             for index, answer in zip(own, answers, strict=True):
                 (prompt, number), most = asked[index], requests[index].max_new_tokens
                 assert most is not None, "given by `_request`"
-                written[index] = answer, self._rewards.score(prompt, self._text(answer), number, len(answer), most)
+                text, num_tokens = self._text(answer.ids), len(answer.ids)
+                written[index] = answer, self._rewards.score(prompt, text, number, num_tokens, most)
                 note_progress(self._trainer)  # a reward function may take long
-        except UserError as error:
+        except (UserError, RunEndedError) as error:
             failure = error
         del whole
         # The ranks agree, because a rank that goes on alone would wait for the others in the next forward.
@@ -268,10 +310,21 @@ class Rollouts:
         if num_failed:
             raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
         # Peers that scored an answer each would train on other rewards where a reward function is not deterministic.
+        groups = layout.degrees.peer_groups()
         of_peers = {index: one for given in HostGroup(groups).gather(written) for index, one in given.items()}
         ordered = [of_peers[index] for index in range(len(requests))]
         single = np.array([found for _, found in ordered], np.float64).reshape(-1, len(self._options))
         return [answer for answer, _ in ordered], single
+
+    def _ask(self, decoder: Decoder | None, requests: Sequence[Request], rollout: int | None) -> list[Answer]:
+        """Returns the answers of the model, or of the server that writes a rollout, in the order of the requests."""
+        if decoder is None:
+            assert self._server is not None, "a rollout has a number if a server writes it"
+            assert rollout is not None
+            return self._server.answer(rollout, requests)
+        # Compiled blocks would be compiled again for nearly every length of a prompt.
+        with torch.compiler.set_stance("force_eager"):
+            return [Answer(ids) for ids in self._generate(decoder, requests)]
 
     def _generate(self, decoder: Decoder, requests: Sequence[Request]) -> list[NDArray[np.int32]]:
         """Returns the answers in the order of the requests."""
@@ -307,9 +360,12 @@ class Rollouts:
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             of_tokens = score_tokens(hidden, weight, micro_batch.labels, temperature, vocabulary)
-            if self._objective.needs_token_log_probs:
-                return vocabulary.sum_over_rows(of_tokens.flatten()).view_as(of_tokens)
-            return vocabulary.sum_over_rows(of_tokens.sum(1))
+            # The sums are those of the training forward, to the bit, where its ratio is that of an answer.
+            sums = vocabulary.sum_over_rows(of_tokens.sum(1))
+            if not self._keeps_tokens:
+                return sums
+            whole = vocabulary.sum_over_rows(of_tokens.flatten()).view_as(of_tokens)
+            return torch.cat([sums.unsqueeze(1), whole], dim=1)
 
         found: Tensor = decoder(
             micro_batch.input_ids,
@@ -318,10 +374,11 @@ class Rollouts:
             head=head,
         )
         numbers = found.float().cpu().numpy()
-        if not self._objective.needs_token_log_probs:
+        if not self._keeps_tokens:
             return numbers, []
         is_label = (micro_batch.labels != IGNORE_INDEX).cpu().numpy()
-        return numbers.sum(1), [ones[of_answer] for ones, of_answer in zip(numbers, is_label, strict=True)]
+        sums, of_tokens = numbers[:, 0], numbers[:, 1:]
+        return sums, [ones[of_answer] for ones, of_answer in zip(of_tokens, is_label, strict=True)]
 
     def _is_finished(self, answer: NDArray[np.int32]) -> bool:
         return int(answer[-1]) in self._data.stop_ids
@@ -430,20 +487,33 @@ class Rollouts:
             }
             if self._data.prompt_options.max_resamples:
                 values[NUM_ASKED] = group.num_resamples + 1
+            if self._server is not None:
+                values[LAG] = self._server.count_lag(row.position)
             for name, ones in self._by_name(group.single_rewards):
                 values |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}
             for name, value in values.items():
                 columns.setdefault(name, []).append(float(value))
         tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
-        if self._objective.needs_token_log_probs:
-            of_tokens = torch.zeros(labels.shape)
-            for row, ones, is_label in zip(rows, of_tokens, labels != IGNORE_INDEX, strict=True):
-                found = self._data.groups[row.position].token_log_probs
-                assert found is not None, "the objective needs them"
-                ones[is_label] = torch.from_numpy(found[row.number])
-            tensors[OLD_TOKEN_LOG_PROB] = of_tokens
+        if self._keeps_tokens:
+            groups = [self._data.groups[row.position] for row in rows]
+            tensors[OLD_TOKEN_LOG_PROB] = _lay_out(rows, [group.token_log_probs for group in groups], labels)
+        if self._is_corrected:
+            by_server = [group.server_log_probs or group.token_log_probs for group in groups]
+            tensors[SERVER_LOG_PROB] = _lay_out(rows, by_server, labels)
+            tensors[MAX_RATIO] = torch.tensor([self._data.prompt_options.rollouts.max_ratio], dtype=torch.float32)
         longest = self._data.prompt_options.max_new_tokens or self._data.options.seq_len
         return {**tensors, TEMPERATURE: self._temperature, LONGEST: torch.tensor([longest], dtype=torch.float32)}
+
+    @property
+    def _is_corrected(self) -> bool:
+        """Whether answers of a server are trained, by whose log-probabilities the loss is corrected."""
+        groups = self._data.groups.values()
+        return self._server is not None or any(group.server_log_probs is not None for group in groups)
+
+    @property
+    def _keeps_tokens(self) -> bool:
+        """Whether the log-probability of each token is kept, and not their sum alone."""
+        return self._objective.needs_token_log_probs or self._is_corrected
 
     @property
     def _objective(self) -> Objective:
@@ -479,6 +549,15 @@ def check_strategy(strategy: Strategy) -> None:
             f"trainer.strategy has cpu_offload {strategy.cpu_offload:g}: each rank gathers the model on its device to "
             "answer prompts; set it to 0, or train with the strategy replicated"
         )
+
+
+def _lay_out(rows: Sequence[_Row], values: Sequence[Sequence[NDArray[np.float32]] | None], labels: Tensor) -> Tensor:
+    """Returns a value for each label, from those of the answers of each row's group; 0 elsewhere."""
+    found = torch.zeros(labels.shape)
+    for row, of_group, ones, is_label in zip(rows, values, found, labels != IGNORE_INDEX, strict=True):
+        assert of_group is not None, "kept for each token"
+        ones[is_label] = torch.from_numpy(of_group[row.number])
+    return found
 
 
 @contextmanager
