@@ -44,6 +44,8 @@ _MAX_PAUSE_SECONDS: Final = 5.0
 _BUSY: Final = (408, 425, 429)
 _MAX_LOADS: Final = 3
 """How often a request may find that the server does not know the weights, which are then loaded again."""
+_SMALL_SEEDS: Final = 1 << 31
+"""Seeds that llama.cpp and most servers take."""
 _MAX_LOG_PROB: Final = 1e-3
 """Above 0 by the rounding of a server."""
 _RESUMES: Final = "a resume goes on from the last checkpoint, and asks for no answer again that it has"
@@ -118,8 +120,7 @@ class OpenAIClient:
             "top_p": 1.0,  # or a server takes that of the model's generation_config.json
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "seed": request.seed,
-            **self._extras(),
+            **self._extras(request.seed),
         }
         for _ in range(_MAX_LOADS):
             try:
@@ -134,14 +135,16 @@ class OpenAIClient:
             raise refused
         return self._read(content, weights, request.max_new_tokens)
 
-    def _extras(self) -> dict[str, Any]:
+    def _extras(self, seed: int) -> dict[str, Any]:
         """Returns the fields that servers have different names or values for."""
         if self._options.reload == "genesis":
-            return {"logprobs": 0, "return_token_ids": True}
+            return {"seed": seed, "logprobs": 0, "return_token_ids": True}
         stops = sorted(self._stop_ids)
         # What a server does not know it ignores: its answer lacks the ids then, and is refused.
-        extras = {"logprobs": 1, "return_token_ids": True, "stop_token_ids": stops, "top_k": 0}
-        return extras if self._options.reload == "vllm" else {**extras, "repeat_penalty": 1.0, "cache_prompt": False}
+        extras = {"seed": seed, "logprobs": 1, "return_token_ids": True, "stop_token_ids": stops, "top_k": 0}
+        if self._options.reload == "vllm":
+            return extras
+        return {**extras, "seed": seed % _SMALL_SEEDS, "repeat_penalty": 1.0, "cache_prompt": False}
 
     async def _load(self, session: aiohttp.ClientSession, weights: Weights, *, is_again: bool = False) -> None:
         """Lets the server load weights, once for all requests that wait for them."""

@@ -41,7 +41,7 @@ from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
 from genesis.train.answer_journal import Answer, AnswerJournal
 from genesis.train.openai_client import OpenAIClient
-from genesis.train.served_weights import Texts, Weights, find_weights, remove_weights, write_weights
+from genesis.train.served_weights import Texts, Weights, find_weights, read_update, remove_weights, write_weights
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import list_committed
 from genesis_callbacks.host_group import HostGroup
@@ -97,6 +97,8 @@ class ServerRollouts:
     def count_lag(self, position: int) -> int:
         """Returns how many updates the weights of a position's answers were behind the step that trains on it."""
         update = self._options.plan_update(self.find_rollout(position), self._steps)
+        if (name := self._data.served.get(update)) is not None:
+            update = read_update(name)  # another one where the weights were lost
         return position // self._data.options.global_batch_size - update
 
     def advance(self, position: int) -> None:

@@ -101,7 +101,7 @@ def test_only_directories_below_the_one_of_weights_are_loaded(base: Path, tmp_pa
         for path in (f"../elsewhere/{outside.name}", str(tmp_path / "elsewhere" / outside.name), "link", ".", "none"):
             status, content = load(server, path, written.digest)
             assert status == 400, path
-            assert content["error"]["message"].startswith(f"no weights {path!r} in the server's --weights")
+            assert content["error"]["message"].startswith(f"no weights {path[:100]!r} in the server's --weights")
         status, content = load(server, written.name, "0" * 64)
         assert (status, content["error"]["param"]) == (400, "digest")
         status, content = load(server, "damaged", written.digest)
