@@ -1,10 +1,11 @@
 """The keys of a genesis recipe that may change when a run continues."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 from genesis.base.determinism import unify_deterministic
+from genesis.data.rollout_options import RolloutOptions
 from genesis.model.attend.table import FLASH
 from genesis.model.compilation import unify_compilation
 from genesis.model.precision import unify_precision
@@ -33,6 +34,9 @@ _FREE: Final = (
     *("data.prompts.sources.*.paths", "data.prompts.tokenizer", "data.prompts.template"),
     *("data.prompts.num_rows", "data.prompts.num_logged_prompts", "data.prompts.reward_seconds"),
     "data.prompts.rewards.*.model",
+    # Where a server is, and how long it is waited for.
+    *("data.prompts.rollouts.url", "data.prompts.rollouts.num_concurrent"),
+    *("data.prompts.rollouts.request_seconds", "data.prompts.rollouts.retry_seconds"),
     # Saving, logging and display.
     *("checkpoint", "verification", "telemetry", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
@@ -82,7 +86,7 @@ def _fill_prompts(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     data = recipe.get("data")
     if not isinstance(data, Mapping) or not isinstance(data.get("prompts"), Mapping):
         return recipe
-    prompts = {"rewards": [], "max_resamples": 0, **data["prompts"]}
+    prompts = {"rewards": [], "max_resamples": 0, "rollouts": asdict(RolloutOptions()), **data["prompts"]}
     rewards = prompts["rewards"]
     if isinstance(rewards, list):
         prompts["rewards"] = [{"model": None, **one} if isinstance(one, Mapping) else one for one in rewards]
