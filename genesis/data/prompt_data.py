@@ -229,7 +229,7 @@ class PromptData:
         step, last = self.options.global_batch_size, self.cursor.last_position
         size = step * self.prompt_options.steps_per_rollout
         end = position + size
-        if self.prompt_options.rollouts.is_remote:  # the weights of each rollout are fixed by its number
+        if self.prompt_options.writer.is_remote:  # the weights of each rollout are fixed by its number
             end -= position % size
         batches = range(position, end if last is None else min(end, last), step)
         return [own for batch in batches for own in self.own_positions(batch) if own not in self.groups]

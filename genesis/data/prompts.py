@@ -124,7 +124,7 @@ class PromptOptions:
         num_logged_prompts: Prompts of each rollout and rank whose answers are written to the run's directory.
         validation_share: The share of the prompts that are not trained, and get one greedy answer in each validation.
             A prompt's content decides whether it is one of them.
-        rollouts: Who writes the answers: the model that trains, or a server.
+        rollouts: Who writes the answers: a server, or the model that trains, which is the default.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -144,7 +144,7 @@ class PromptOptions:
     on_long: Literal["error", "drop"] = "error"
     num_logged_prompts: int = 1
     validation_share: float = 0.0
-    rollouts: RolloutOptions = field(default_factory=RolloutOptions)
+    rollouts: RolloutOptions | None = None
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
@@ -173,7 +173,7 @@ class PromptOptions:
             raise UserError(
                 f"data.prompts.validation_share is {self.validation_share}; it must be at least 0 and below 1"
             )
-        self.rollouts.check(self.steps_per_rollout, self.temperature)
+        self.writer.check(self.steps_per_rollout, self.temperature)
         _ = self.chat
 
     def _check_rewards(self) -> None:
@@ -202,6 +202,11 @@ class PromptOptions:
     def all_rewards(self) -> tuple[RewardOptions, ...]:
         """Returns the rewards; a single one is the sum."""
         return self.rewards if self.reward is None else (RewardOptions(self.reward, "reward"),)
+
+    @property
+    def writer(self) -> RolloutOptions:
+        """Returns who writes the answers."""
+        return self.rollouts or RolloutOptions()
 
     @property
     def chat(self) -> ChatOptions:

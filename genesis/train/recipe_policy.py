@@ -1,11 +1,10 @@
 """The keys of a genesis recipe that may change when a run continues."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Final
 
 from genesis.base.determinism import unify_deterministic
-from genesis.data.rollout_options import RolloutOptions
 from genesis.model.attend.table import FLASH
 from genesis.model.compilation import unify_compilation
 from genesis.model.precision import unify_precision
@@ -86,7 +85,7 @@ def _fill_prompts(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     data = recipe.get("data")
     if not isinstance(data, Mapping) or not isinstance(data.get("prompts"), Mapping):
         return recipe
-    prompts = {"rewards": [], "max_resamples": 0, "rollouts": asdict(RolloutOptions()), **data["prompts"]}
+    prompts = {"rewards": [], "max_resamples": 0, "rollouts": None, **data["prompts"]}
     rewards = prompts["rewards"]
     if isinstance(rewards, list):
         prompts["rewards"] = [{"model": None, **one} if isinstance(one, Mapping) else one for one in rewards]

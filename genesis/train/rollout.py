@@ -111,7 +111,7 @@ class Rollouts:
         self._data, self._rewards, self._trainer = data, rewards, trainer
         self._options = data.prompt_options.all_rewards
         # Not for a validation, whose answers are those of the weights at hand.
-        is_remote = data.prompt_options.rollouts.is_remote and trainer.state.fn == TrainerFn.FITTING
+        is_remote = data.prompt_options.writer.is_remote and trainer.state.fn == TrainerFn.FITTING
         self._server = ServerRollouts(data, trainer, self._plan) if is_remote else None
 
     def close(self) -> None:
@@ -500,7 +500,7 @@ class Rollouts:
         if self._is_corrected:
             by_server = [group.server_log_probs or group.token_log_probs for group in groups]
             tensors[SERVER_LOG_PROB] = _lay_out(rows, by_server, labels)
-            tensors[MAX_RATIO] = torch.tensor([self._data.prompt_options.rollouts.max_ratio], dtype=torch.float32)
+            tensors[MAX_RATIO] = torch.tensor([self._data.prompt_options.writer.max_ratio], dtype=torch.float32)
         longest = self._data.prompt_options.max_new_tokens or self._data.options.seq_len
         return {**tensors, TEMPERATURE: self._temperature, LONGEST: torch.tensor([longest], dtype=torch.float32)}
 

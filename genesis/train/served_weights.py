@@ -39,7 +39,7 @@ from genesis.model.recipe import dump_decoder_config
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.base.files import replace_file, sync_directory, sync_file
+from genesis_callbacks.base.files import replace_file, staged_file, sync_directory
 from genesis_callbacks.base.untrusted import read_file
 
 _STAGING: Final = ".writing"
@@ -151,8 +151,8 @@ def _write_adapter(staging: Path, config: DecoderConfig, adapter: AdapterConfig,
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    sync_file(path)
+    with staged_file(path) as file:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ class ServerRollouts:
         self, data: PromptData, trainer: pl.Trainer, plan: Callable[[Sequence[int]], Sequence[Request]]
     ) -> None:
         self._data, self._trainer, self._plan = data, trainer, plan
-        self._options, self._steps = data.prompt_options.rollouts, data.prompt_options.steps_per_rollout
+        self._options, self._steps = data.prompt_options.writer, data.prompt_options.steps_per_rollout
         checkpoints = [one for one in vars(trainer)["callbacks"] if isinstance(one, AsyncProcessCheckpoint)]
         if not checkpoints:
             raise UserError("data.prompts.rollouts.by is openai, which needs the run's directory: set checkpoint")
