@@ -6,6 +6,7 @@
     chat/template.jinja                 the chat template that the model has learned (`genesis.chat.learned`)
     evaluations/                        results of `genesis evaluate`
     rollouts/POSITION.rank-N.jsonl      training on prompts: some answers of each rollout, or episodes, with rewards
+    served/weights/, served/answers/    rollouts by a server: weights for it, and its answers (`train.server_rollouts`)
     crashes/NUMBER-CLASS/               a record of each crash, by `genesis supervise` (`operations.supervise.crashes`)
     supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
     recipe.yaml, proof.json             written by `genesis import` and `genesis model add-tokens`, with the tokenizer
@@ -82,6 +83,7 @@ class RunDirectory:
         chat_template: The chat template that the model has learned.
         evaluations: The directory of evaluation results.
         rollouts: The directory of answers that were written in training.
+        served: What a server that writes answers gets and gives: `served_weights` and `served_answers` in it.
         crashes: Holds a directory for each crash.
         supervisor: The state of the supervisor.
         supervisor_status: The supervisor's snapshot for other programs.
@@ -104,6 +106,9 @@ class RunDirectory:
         self.chat_template = path / CHAT_TEMPLATE_NAME
         self.evaluations = path / "evaluations"
         self.rollouts = path / "rollouts"
+        self.served = path / "served"
+        self.served_weights = self.served / "weights"
+        self.served_answers = self.served / "answers"
         self.crashes = path / "crashes"
         self.supervisor = path / "supervisor"
         self.supervisor_status = self.supervisor / "status.json"
@@ -136,8 +141,8 @@ class RunDirectory:
         shared = CallbacksDirectory(self.path)
         written = (
             *(self.evaluations, self.rollouts, self.crashes, self.supervisor, self.pictures, self.mirrors),
-            *(self.reference, self.bases, self.chat_template.parent, shared.events, shared.heartbeats, shared.ranks),
-            *(shared.memory, shared.traces, shared.hangs),
+            *(self.reference, self.bases, self.served, self.chat_template.parent, shared.events),
+            *(shared.heartbeats, shared.ranks, shared.memory, shared.traces, shared.hangs),
         )
         home = self.path.resolve()
         for directory in written:

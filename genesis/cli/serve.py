@@ -46,7 +46,13 @@ def main(argv: list[str]) -> int:
         prefix_bytes=round(arguments.prefix_cache_gb * 1e9),
     )
     device, dtype = read_device(arguments)
-    catalogue = Catalogue(arguments.model, adapters)
+    if arguments.weights is not None and (guard.token is None or not arguments.weights.is_dir()):
+        missing = "no token" if guard.token is None else f"no such directory: {arguments.weights}"
+        raise UserError(
+            f"--weights lets a trainer load weights below a directory, and there is {missing}: give a token by "
+            f"{_TOKEN_VARIABLE}, and make the directory, RUN/served/weights of the run that trains"
+        )
+    catalogue = Catalogue(arguments.model, adapters, arguments.weights)
     text_bytes = _count_text_bytes(catalogue, limits.max_models, dtype)
     if arguments.max_concurrent is None and is_host(device):
         limits = replace(limits, max_concurrent=_count_texts(text_bytes, limits.prefix_bytes, available_memory()))
@@ -161,6 +167,13 @@ def _build_parser() -> Parser:
         metavar="NAME=PATH",
         help="adapters beside the first model, served as NAME: a run, a checkpoint or a directory in PEFT's format; "
         "the weights of the base are in memory once; may be given several times",
+    )
+    add(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="let clients with the token load weights below this directory by POST /v1/load_weights; for answers in "
+        "training (data.prompts.rollouts), RUN/served/weights of the run",
     )
     add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, which only this machine reaches")
     add("--port", type=int, default=_DEFAULT_PORT, help=f"port; default {_DEFAULT_PORT}; 0 selects any free port")

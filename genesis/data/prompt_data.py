@@ -43,6 +43,7 @@ class Group:
         token_log_probs: The log-probability of each token of each answer, if the objective needs them.
         num_resamples: How many prompts before this one were given up, because their rewards were equal.
         episodes: What else belongs to the answers if they are episodes.
+        server_log_probs: The log-probability of each token of each answer, as the server that wrote it gives them.
     """
 
     answers: tuple[NDArray[np.int32], ...]
@@ -53,6 +54,7 @@ class Group:
     token_log_probs: tuple[NDArray[np.float32], ...] | None = None
     num_resamples: int = 0
     episodes: "EpisodesOfGroup | None" = None
+    server_log_probs: tuple[NDArray[np.float32], ...] | None = None
 
     def is_own(self, number: int) -> NDArray[np.bool_]:
         """Returns which tokens of an answer the model has written; the others are observations."""
@@ -132,6 +134,8 @@ class PromptData:
         self.options = options
         self.cursor = DataCursor(options, lambda: prompt_options.sources, self._count_prompts)
         self.groups: dict[int, Group] = {}
+        # The names of the weights that a server got after updates, while rollouts need them.
+        self.served: dict[int, str] = {}
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
 
@@ -155,6 +159,11 @@ class PromptData:
     def stop_ids(self) -> frozenset[int]:
         """Returns the tokens that end an answer."""
         return find_stop_ids(self.tokenizer, self._learned, self.prompt_options.template)
+
+    @property
+    def template_file(self) -> Path | None:
+        """Returns the file of the template of the prompts; None for the tokenizer's own."""
+        return self.prompt_options.template or self._learned
 
     @property
     def chat_template(self) -> str:
@@ -263,7 +272,10 @@ class PromptData:
         if all(own in self.groups for own in self.own_positions(position)):
             return []
         step, last = self.options.global_batch_size, self.cursor.last_position
-        end = position + step * self.prompt_options.steps_per_rollout
+        size = step * self.prompt_options.steps_per_rollout
+        end = position + size
+        if self.prompt_options.writer.is_remote:  # the weights of each rollout are fixed by its number
+            end -= position % size
         batches = range(position, end if last is None else min(end, last), step)
         return [own for batch in batches for own in self.own_positions(batch) if own not in self.groups]
 
@@ -304,7 +316,8 @@ class PromptData:
 
     def state(self) -> dict[str, Any]:
         """Returns the position, the order, and this rank's answers that are not trained yet."""
-        return {**self.cursor.state(), "prompts": True, "groups": pack_groups(self.groups)}
+        served = {"served": {str(update): name for update, name in self.served.items()}} if self.served else {}
+        return {**self.cursor.state(), "prompts": True, "groups": pack_groups(self.groups), **served}
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
         """Continues from a saved state; returns a line about the mix if that has changed."""
@@ -314,6 +327,7 @@ class PromptData:
                 "from its weights (--checkpoint.restore weights)"
             )
         note, self.groups = self.cursor.load_state(state), unpack_groups(state["groups"])
+        self.served = {int(update): name for update, name in state.get("served", {}).items()}
         wanted = self.prompt_options.group_size, len(self.prompt_options.all_rewards)
         shapes = {group.single_rewards.shape for group in self.groups.values()}
         has_episodes = self.prompt_options.environment is not None
@@ -343,8 +357,16 @@ def pack_groups(groups: Mapping[int, Group]) -> dict[str, Any]:
     answers = [answer for _, group in ordered for answer in group.answers]
     of_tokens = [one for _, group in ordered for one in group.token_log_probs or ()]
     episodes = [group.episodes for _, group in ordered if group.episodes is not None]
+    # Those of a group without are the trainer's own, which has then written its answers.
+    by_server = [
+        one
+        for _, group in ordered
+        for one in group.server_log_probs or group.token_log_probs or ()
+        if any(other.server_log_probs is not None for _, other in ordered)
+    ]
     return {
         **({"token_log_probs": np.concatenate(of_tokens)} if of_tokens else {}),
+        **({"server_log_probs": np.concatenate(by_server)} if by_server else {}),
         **(_pack_episodes(episodes) if episodes else {}),
         "positions": np.array([position for position, _ in ordered], np.int64),
         "sizes": np.array([len(group.answers) for _, group in ordered], np.int64),
@@ -373,6 +395,7 @@ def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
     is_own = np.split(packed["is_own"], of_answers) if "is_own" in packed else None
     of_model = of_answers if is_own is None else np.cumsum([np.count_nonzero(ones) for ones in is_own])[:-1]
     of_tokens = np.split(packed["token_log_probs"], of_model) if "token_log_probs" in packed else None
+    by_server = np.split(packed["server_log_probs"], of_model) if "server_log_probs" in packed else None
     prompts = None if is_own is None else np.split(packed["prompts"], np.cumsum(packed["prompt_lengths"])[:-1])
     columns = [np.split(packed[name], ends) for name in ("is_finished", "rewards", "old_log_probs", "single_rewards")]
     groups = {}
@@ -392,6 +415,7 @@ def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
             None
             if is_own is None or prompts is None
             else EpisodesOfGroup(prompts[index], tuple(is_own[own]), packed["counts"][own]),
+            None if by_server is None else tuple(by_server[own]),
         )
     return groups
 

@@ -18,6 +18,7 @@ from genesis.chat.marks import RECORD_MARKS
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ConversationError, EndlessTemplateError, Message
+from genesis.data.rollout_options import RolloutOptions
 from genesis.data.row_notes import MAX_REFUSED, BadRowsError, RefusedRow, explain_refused, strip_place
 from genesis.data.sources import (
     BadRow,
@@ -134,6 +135,7 @@ class PromptOptions:
             newest rollouts with an environment, all are written.
         validation_share: The share of the prompts that are not trained, and get one greedy answer in each validation.
             A prompt's content decides whether it is one of them.
+        rollouts: Who writes the answers: a server, or the model that trains, which is the default.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -157,6 +159,7 @@ class PromptOptions:
     on_long: Literal["error", "drop"] = "error"
     num_logged_prompts: int = 1
     validation_share: float = 0.0
+    rollouts: RolloutOptions | None = None
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
@@ -184,6 +187,12 @@ class PromptOptions:
         if not 0.0 <= self.validation_share < 1.0:
             raise UserError(
                 f"data.prompts.validation_share is {self.validation_share}; it must be at least 0 and below 1"
+            )
+        self.writer.check(self.steps_per_rollout, self.temperature)
+        if self.writer.is_remote and self.environment is not None:
+            raise UserError(
+                "data.prompts.rollouts.by is openai, but episodes in data.prompts.environment are written by the model "
+                "that trains; leave rollouts out"
             )
         _ = self.chat
 
@@ -247,6 +256,11 @@ class PromptOptions:
         """
         num_turns = 1 if self.environment is None else self.max_turns
         return room if self.max_new_tokens is None else min(room, num_turns * self.max_new_tokens)
+
+    @property
+    def writer(self) -> RolloutOptions:
+        """Returns who writes the answers."""
+        return self.rollouts or RolloutOptions()
 
     @property
     def chat(self) -> ChatOptions:

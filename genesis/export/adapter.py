@@ -28,6 +28,7 @@ from genesis.export.reading import (
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES
 from genesis.generate.checkpoint_reference import verify_shown
+from genesis.huggingface.adapter_config import describe_adapter
 from genesis.huggingface.directory import CARD_NAME, hash_files, read_json
 from genesis.huggingface.directory import CONFIG_NAME as BASE_CONFIG_NAME
 from genesis.huggingface.family import IMPORTED_AS, Family, TensorNames
@@ -36,7 +37,6 @@ from genesis.huggingface.peft import (
     CONFIG_NAME,
     FINGERPRINT,
     WEIGHTS_NAME,
-    build_adapter_config,
     fingerprint,
     name_adapter_tensor,
     name_adapter_tensors_of_peft,
@@ -48,13 +48,9 @@ from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.adapter import (
     EXTRA_TENSORS,
     AdapterConfig,
-    find_linears,
-    find_stacks,
     is_adapter_tensor,
-    select_experts,
-    select_layers,
 )
-from genesis.model.decoder import DecoderConfig, build_model
+from genesis.model.decoder import build_model
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
@@ -178,36 +174,6 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
-
-
-def describe_adapter(config: DecoderConfig, adapter: AdapterConfig, base_name: str | None = None) -> dict[str, Any]:
-    """Returns the content of `adapter_config.json` for adapters beside a model.
-
-    Args:
-        config: The model.
-        adapter: The adapters.
-        base_name: Name or path under which PEFT finds the base; None for no name.
-
-    Raises:
-        UserError: No family of transformers represents the model, it has no such layers, or PEFT has no form for
-            adapters on them.
-    """
-    family = find_names(config)
-    with torch.device("meta"):
-        decoder = build_model(config)
-    layers, linears = select_layers(decoder, adapter), find_linears(decoder)
-    if config.body is not None:  # PEFT looks for names in the whole model, routers and output weight included
-        linears = dict(decoder.named_modules())
-    return build_adapter_config(
-        adapter,
-        family,
-        layers=layers.keys(),
-        linears=linears.keys(),
-        experts=select_experts(decoder, adapter).keys(),
-        stacks=find_stacks(decoder).keys(),
-        is_tied=config.has_tied_embeddings,
-        base_name=base_name,
-    )
 
 
 def _check_base_name(base_name: str | None, family: TensorNames) -> None:

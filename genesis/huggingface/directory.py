@@ -3,6 +3,8 @@
 The `proof.json` of an export lists the hashes of the files that were proved; `check_files` compares them.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,18 @@ def describe_code(directory: Path) -> str | None:
 def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
     """Returns size and sha256 (as on the Hub) of each file by its name, except for the model card and the proof."""
     return {path.name: _describe_file(path) for path in sorted(directory.iterdir()) if path.name not in _NOT_HASHED}
+
+
+def hash_listed(directory: Path) -> str:
+    """Returns a hash of the hashes that the proof of a directory lists: the identity of its weights and tokenizer.
+
+    Raises:
+        UserError: The directory has no proof with hashes.
+    """
+    files = read_json(directory / PROOF_NAME).get("files")
+    if not isinstance(files, dict):
+        raise UserError(f"{directory / PROOF_NAME} has no hashes of files; write the directory again")
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def is_export(path: Path) -> bool:

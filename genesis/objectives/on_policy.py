@@ -232,7 +232,8 @@ class OnPolicyDistillation(GRPO):
                 )
             else:
                 log_probs = score_tokens(hidden, weight, labels, extra[TEMPERATURE], vocabulary)
-                losses = lose_sampled(log_probs, extra[OLD_TOKEN_LOG_PROB], extra[TEACHER_LOG_PROB])
+                old = extra.get(OLD_TOKEN_LOG_PROB, log_probs.detach())
+                losses = lose_sampled(log_probs, old, extra[TEACHER_LOG_PROB])
                 divergence, entropy = losses.sum(), -log_probs.detach().sum()
             terms = {TOKENS: self.teacher_weight * divergence}
             figures = {

@@ -36,6 +36,10 @@ q = p_reference(token) / p(token), an estimate of the KL to the reference; that 
     train/turns              mean number of the model's turns, with an environment
     train/calls              mean number of calls of tools; train/unread_calls: of calls that cannot be read
     train/entropy            nats per token, estimated as -log p of the sampled tokens
+    train/server_error       mean |log p - log p_server| of tokens, where a server has written the answers
+    train/server_ratio       mean p / p_server of the tokens, or of the answers where the ratio is theirs
+    train/truncated          share of these ratios above `max_ratio`, which bounds the factor of the loss
+    train/lag                mean number of updates by which the weights that wrote the answers are behind the step
     train/kl                 mean KL to the reference, in nats per token, if `kl` is above 0
 
 A validation has one greedy answer to each held-out prompt, and logs validation/reward, validation/reward_NAME,
@@ -83,6 +87,8 @@ LEARNED_ANSWERS, LEARNED_TOKENS = "learned_answers", "learned_tokens"
 """The units where cut answers are masked: those of the other answers."""
 ADVANTAGE, OLD_LOG_PROB, REWARD = "advantage", "old_log_prob", "reward"
 SPREAD, IS_FINISHED, TEMPERATURE = "spread", "is_finished", "temperature"
+SERVER_LOG_PROB, MAX_RATIO, LAG = "server_log_prob", "max_ratio", "lag"
+"""What a server that wrote the answers gives for their tokens, the bound of the correction, and the weights' age."""
 OLD_TOKEN_LOG_PROB, LONGEST, IS_FIRST, NUM_ASKED = "old_token_log_prob", "longest", "is_first", "num_asked"
 REWARD_OF, SPREAD_OF = "reward_of.", "spread_of."
 """What the names of single rewards begin with."""
@@ -95,6 +101,7 @@ _TINY_SPREAD: Final = 1e-4
 """Added to a standard deviation, so that rewards that differ by rounding make no large advantages."""
 _MAX_LOG_RATIO: Final = 80.0
 """Beyond it the exponential is infinite in float32, and its gradient no number where the clip gives none."""
+_OF_SERVERS: Final = ("server_error", "server_ratio", "truncated", "lag")
 _NO_SIGNAL_OF: Final = "no_signal_of."
 
 AdvantageForm = Literal["group_std", "group_mean", "leave_one_out", "batch_std"]
@@ -240,22 +247,29 @@ class PolicyGradient(Objective):
         def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
             lengths = count_labels(labels)
             of_tokens = score_tokens(hidden, weight, labels, extra[TEMPERATURE], vocabulary)
+            correction: Tensor | float = 1.0
+            mismatch: dict[str, Tensor] = {LAG: extra[LAG]} if LAG in extra else {}
+            if SERVER_LOG_PROB in extra:
+                correction, differences = correct_server(
+                    *(extra[OLD_TOKEN_LOG_PROB], extra[SERVER_LOG_PROB], labels), self.options.ratio, extra[MAX_RATIO]
+                )
+                mismatch |= differences
             if self.options.ratio == "token":
                 whole = vocabulary.sum_over_rows(of_tokens.flatten()).view_as(of_tokens)
-                log_probs = whole.sum(1)
+                log_probs, old = whole.sum(1), extra.get(OLD_TOKEN_LOG_PROB, whole.detach())
                 losses, ratios, is_clipped = lose_tokens(
-                    whole, extra[OLD_TOKEN_LOG_PROB], labels != IGNORE_INDEX, extra[ADVANTAGE], self.options
+                    whole, old, labels != IGNORE_INDEX, extra[ADVANTAGE], self.options
                 )
                 errors = _mean_over_tokens((ratios - 1).abs(), labels)
                 ratios, is_clipped = _mean_over_tokens(ratios, labels), _mean_over_tokens(is_clipped, labels)
-                losses = losses.sum(1) / lengths.clamp(min=1)
+                losses = (losses * correction).sum(1) / lengths.clamp(min=1)
             else:
                 log_probs = vocabulary.sum_over_rows(of_tokens.sum(1))
-                losses, ratios, is_clipped = lose_answers(
-                    log_probs, extra[OLD_LOG_PROB], lengths, extra[ADVANTAGE], self.options
-                )
-                errors = (ratios - 1).abs()
+                old = extra.get(OLD_LOG_PROB, log_probs.detach())
+                losses, ratios, is_clipped = lose_answers(log_probs, old, lengths, extra[ADVANTAGE], self.options)
+                losses, errors = losses * correction, (ratios - 1).abs()
             figures = {
+                **mismatch,
                 "reward": extra[REWARD],
                 "reward_spread": extra[SPREAD],
                 "no_signal": extra[SPREAD] == 0,
@@ -304,7 +318,7 @@ class PolicyGradient(Objective):
             known = (name for name in VALIDATION_FIGURES if name in figures)
             return {name: figures[name] / num_answers for name in known} | single
         names = ["reward", "reward_spread", "no_signal", "clipped", "ratio", "finished"]
-        names += ["kl"] * bool(self.kl)
+        names += ["kl"] * bool(self.kl) + [name for name in _OF_SERVERS if name in figures]
         measured = {
             "loss": sums.terms[self._unit] / max(sums.counts[self._unit], 1),
             **{name: figures[name] / num_answers for name in names},
@@ -437,6 +451,38 @@ def clip_losses(
         return -clipped.detach() * advantages * log_probs, clipped != ratios
     held = clipped * advantages
     return -torch.minimum(free, held), held < free
+
+
+def correct_server(
+    log_probs: Float32[Tensor, "B S"],
+    server: Float32[Tensor, "B S"],
+    labels: Int64[Tensor, "B S"],
+    ratio: Ratio,
+    most: Float32[Tensor, "1"],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the factors of the losses of a server's tokens or answers, and how far it differs from the trainer. Pure.
+
+    A factor is the ratio of the trainer's probability to the server's, up to a bound (truncated importance sampling).
+
+    Args:
+        log_probs: The log-probability of each token by the trainer, before the first step on the answers.
+        server: The same by the server that wrote it.
+        labels: The tokens; others are `IGNORE_INDEX`.
+        ratio: Of what the ratios are.
+        most: The bound.
+
+    References:
+        Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025.
+    """
+    of_tokens = (log_probs - server).masked_fill(labels == IGNORE_INDEX, 0.0)
+    log_ratios = of_tokens if ratio == "token" else of_tokens.sum(1)
+    if ratio == "sequence":
+        log_ratios = log_ratios / count_labels(labels).clamp(min=1)
+    ratios = log_ratios.clamp(max=_MAX_LOG_RATIO).exp()
+    values = {"server_ratio": ratios, "truncated": ratios > most}
+    if ratio == "token":
+        values = {name: _mean_over_tokens(one, labels) for name, one in values.items()}
+    return ratios.minimum(most), {"server_error": _mean_over_tokens(of_tokens.abs(), labels), **values}
 
 
 def compare_rewards(rewards: Float64[ndarray, "P G"], form: AdvantageForm) -> Float64[ndarray, "P G"]:

@@ -29,7 +29,7 @@ from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, read_manifest
 from genesis.data.sources import SourceOptions, list_source, plan_spans, read_documents
 from genesis.data.sources.options import ChatForm
-from genesis.export.adapter import describe_adapter
+from genesis.huggingface.adapter_config import describe_adapter
 from genesis.huggingface.shape import find_names
 from genesis.model.recipe import build_decoder_config, read_adapter_config
 from genesis.operations.commands import Commands, StepFailedError

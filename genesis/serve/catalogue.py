@@ -12,7 +12,7 @@ from pathlib import Path
 from genesis.base.errors import UserError
 from genesis.base.run_directory import RunDirectory
 from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
-from genesis.huggingface.directory import PROOF_NAME, is_export
+from genesis.huggingface.directory import PROOF_NAME, check_files, hash_listed, is_export
 from genesis.huggingface.peft import CONFIG_NAME as ADAPTER_NAME
 from genesis.huggingface.peft import is_adapter_export, read_peft_config
 from genesis.huggingface.shape import find_names
@@ -20,7 +20,7 @@ from genesis.model.recipe import build_decoder_config
 from genesis.serve.errors import ApiError
 from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.base.run_directory import COMMITTED_NAME
-from genesis_callbacks.base.untrusted import open_file
+from genesis_callbacks.base.untrusted import open_file, path_below
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     Manifest,
@@ -68,13 +68,19 @@ class Catalogue:
         paths: Runs, checkpoints or exports.
         adapters: Names and paths of adapters beside the first of `paths`: runs, checkpoints, or directories in PEFT's
             format.
+        weights: The directory in which `add` finds further weights; None to add none.
 
     Raises:
         UserError: A path is not a run, a checkpoint or an export, or is given twice, or adapters have another base.
     """
 
-    def __init__(self, paths: Sequence[Path], adapters: Mapping[str, Path] | None = None) -> None:
-        found = [_find(path) for path in paths]
+    def __init__(
+        self, paths: Sequence[Path], adapters: Mapping[str, Path] | None = None, weights: Path | None = None
+    ) -> None:
+        found = self._found = [_find(path) for path in paths]
+        self._weights = weights
+        self._added: tuple[_Export | _Adapter, ...] = ()
+        self._adding = threading.Lock()
         resolved = [reference.path for reference in found]
         for path, given in zip(resolved, paths, strict=True):
             if resolved.count(path) > 1:
@@ -93,16 +99,59 @@ class Catalogue:
 
     def entries(self) -> list[Entry]:
         """Returns every available model, source by source, the oldest first."""
-        return [entry for source in self._sources for entry in source.entries()]
+        return [entry for source in (*self._sources, *self._added) for entry in source.entries()]
 
     def newest(self) -> dict[str, Entry]:
         """Returns the newest model of each source, under its alias for the newest checkpoint."""
-        found = {source.latest_id: source.entries()[-1:] for source in self._sources}
+        found = {source.latest_id: source.entries()[-1:] for source in (*self._sources, *self._added)}
         return {name: entries[0] for name, entries in found.items() if entries}
 
     def by_id(self) -> dict[str, Entry]:
         """Returns every model under its own id, and the newest models also under their aliases."""
         return {**{entry.id: entry for entry in self.entries()}, **self.newest()}
+
+    def add(self, name: str, digest: str) -> Entry:
+        """Adds weights that a trainer has written (`genesis.train.served_weights`), and returns their entry.
+
+        Those whose directory has been removed are forgotten.
+
+        Args:
+            name: The name of their directory below that of the weights, and of the model.
+            digest: What `hash_listed` must give for their proof.
+
+        Raises:
+            ApiError: The server adds no weights, or there are no such weights.
+            UserError: A file is damaged.
+        """
+        if self._weights is None:
+            raise ApiError(
+                "this server loads no further weights: start it with --weights DIR, the directory of a trainer's "
+                "weights, and a token",
+                status=403,
+                code="loads_no_weights",
+            )
+        try:
+            path = path_below(self._weights, name, "the request").resolve()
+            found = hash_listed(path)
+        except UserError as error:
+            raise ApiError(f"no weights {name[:100]!r} in the server's --weights: {error}", param="path") from None
+        if "/" in name or found != digest:
+            raise ApiError(
+                f"the weights {name[:100]!r} have the digest {found[:16]}, and {digest[:16]!r} is asked for: give a "
+                "directory directly below --weights, and the digest of what is in it",
+                param="digest",
+            )
+        added: _Export | _Adapter = _Export(path, name)
+        if is_adapter_export(path):
+            check_files(path)
+            added = _Adapter(name, path, self._found[0].find_checkpoint(level="quick").resolve())
+        with self._adding:
+            self._added = tuple(one for one in self._added if one.entries() and one.latest_id != name)
+            if name in self.by_id():
+                raise ApiError(f"path is {name!r}, which is the name of a model already", param="path")
+            self._added = (*self._added, added)
+        (entry,) = added.entries()
+        return entry
 
     def find(self, model: str) -> Entry:
         """Returns the model with the id `model`.

@@ -25,6 +25,7 @@ class ShownToken(NamedTuple):
     offset: int
     log_prob: float | None
     top_logprobs: dict[str, float] | None
+    id: int
 
 
 class Shown(NamedTuple):
@@ -136,7 +137,7 @@ class Choice:
             for other, log_prob in token.top_logprobs
             if other != token.id and math.isfinite(log_prob)
         }
-        return ShownToken(name, start, token.log_prob, {name: token.log_prob, **top_logprobs})
+        return ShownToken(name, start, token.log_prob, {name: token.log_prob, **top_logprobs}, token.id)
 
 
 def show_prompt(tokenizer: Tokenizer | None, tokens: Sequence[ScoredToken]) -> list[ShownToken]:
@@ -153,7 +154,7 @@ def show_prompt(tokenizer: Tokenizer | None, tokens: Sequence[ScoredToken]) -> l
                 if other != token.id and math.isfinite(log_prob)
             }
             top = {name: token.log_prob, **others}
-        shown.append(ShownToken(name, max(0, length), token.log_prob, top))
+        shown.append(ShownToken(name, max(0, length), token.log_prob, top, token.id))
         if tokenizer is None or token.id < tokenizer.vocab_size:
             length += len(writer.feed(token.id))
     return shown

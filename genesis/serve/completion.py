@@ -91,7 +91,7 @@ class Completion:
         self._form: Form = (
             ChatForm(asked.num_top_logprobs, readers)
             if asked.is_chat
-            else TextForm(has_log_probs=asked.num_top_logprobs is not None)
+            else TextForm(has_log_probs=asked.num_top_logprobs is not None, has_ids=asked.has_ids)
         )
         self._head = {
             "id": f"{self._form.id_prefix}-{secrets.token_hex(12)}",

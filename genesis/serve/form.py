@@ -43,12 +43,13 @@ class TextForm:
 
     Args:
         has_log_probs: Whether tokens come with their log-probabilities.
+        has_ids: Whether the ids of the tokens come, as vLLM has them: with the id that ends the text.
     """
 
     id_prefix = "cmpl"
 
-    def __init__(self, *, has_log_probs: bool) -> None:
-        self._has_log_probs = has_log_probs
+    def __init__(self, *, has_log_probs: bool, has_ids: bool = False) -> None:
+        self._has_log_probs, self._has_ids = has_log_probs, has_ids
 
     def kind(self, *, is_stream: bool) -> str:
         """Returns the same value for streams and whole responses."""
@@ -69,6 +70,7 @@ class TextForm:
             "text": echo + part.shown.text,
             "logprobs": part.shown.log_probs() if self._has_log_probs else None,
             "finish_reason": part.finish_reason,
+            **({"token_ids": [token.id for token in part.shown.tokens]} if self._has_ids else {}),
         }
 
 

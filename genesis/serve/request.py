@@ -45,7 +45,7 @@ _COMMON_FIELDS = (
 )
 _COMPLETION = FieldTable(
     '{"model": ..., "prompt": ...}',
-    (*_COMMON_FIELDS, "prompt", "best_of", "logprobs", "echo"),
+    (*_COMMON_FIELDS, "prompt", "best_of", "logprobs", "echo", "return_token_ids"),
     ignored=("user",),
     not_supported={"suffix": (None, "")},
 )
@@ -77,6 +77,9 @@ _SCORE = FieldTable(
     ignored=("user",),
     not_supported={},
 )
+
+
+_LOAD = FieldTable('{"path": ..., "digest": ...}', ("path", "digest"), ignored=(), not_supported={})
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class CompletionRequest:
         seed: The sampling seed; None for a random one.
         num_top_logprobs: How many alternatives each token is returned with; None to return no probabilities.
         has_echo: Whether the response repeats the prompt before the generated text.
+        has_ids: Whether the response has the ids of the new tokens.
         is_stream: Whether tokens are sent as they are generated.
         has_usage: Whether a stream ends with the token counts.
         grammar: What the text must follow; None for any text.
@@ -143,6 +147,7 @@ class CompletionRequest:
     must_call: bool = False
     has_one_call: bool = False
     scored_field: str | None = None
+    has_ids: bool = False
 
     @property
     def is_score(self) -> bool:
@@ -185,12 +190,15 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
         has_usage=_read_has_usage(fields, is_stream=is_stream),
         grammar=grammar,
         grammar_field=grammar_field,
+        has_ids=fields.flag("return_token_ids"),
     )
     best_of = fields.integer("best_of", 1, _LARGEST_COUNT)
     if best_of not in (None, request.num_choices):
         refuse("best_of", f"is {best_of} but n is {request.num_choices}: remove best_of, or set it to n")
     if request.max_new_tokens == 0 and not (request.has_echo and request.num_top_logprobs is not None):
         refuse("max_tokens", "is 0, which only serves the probabilities of a prompt: set echo and logprobs, too")
+    if request.has_ids and request.has_echo:
+        refuse("return_token_ids", "gives the new tokens alone: remove echo")
     if request.num_texts > max_texts:
         refuse(
             "prompt",
@@ -290,6 +298,16 @@ def parse_score(body: bytes, max_texts: int) -> CompletionRequest:
         has_usage=False,
         scored_field=given[-1],
     )
+
+
+def parse_load(body: bytes) -> tuple[str, str]:
+    """Returns the name and the digest in the body of `POST /v1/load_weights`.
+
+    Raises:
+        ApiError: The body is not JSON, or a field is unknown or no text.
+    """
+    fields = parse_object(body, _LOAD)
+    return fields.required_text("path"), fields.required_text("digest")
 
 
 def _read_text_pairs(fields: Fields, max_texts: int) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits, ModelPool
 from genesis.serve.preparer import MAX_BODY_BYTES, Preparer
 from genesis.serve.repeats import RepeatFilter
+from genesis.serve.request import parse_load
 from genesis.serve.scoring import Scoring, check_can_answer
 
 _SEND_BUFFER_BYTES: Final = 2**16
@@ -89,6 +90,7 @@ class Server:
                 web.post("/v1/completions", partial(self._complete, is_chat=False)),
                 web.post("/v1/chat/completions", partial(self._complete, is_chat=True)),
                 web.post("/v1/score", partial(self._complete, is_chat=True, is_score=True)),
+                web.post("/v1/load_weights", self._load_weights),
             ]
         )
         return app
@@ -198,6 +200,18 @@ class Server:
                 return await self._stream(request, completion, deadline)
             async with asyncio.timeout_at(deadline):
                 return web.json_response(await completion.collect())
+
+    async def _load_weights(self, request: web.Request) -> web.Response:
+        """Adds weights to the models, and loads them before the first request for them."""
+        deadline = asyncio.get_running_loop().time() + self.limits.max_request_seconds
+        async with asyncio.timeout_at(deadline):
+            with self.preparer.holding() as hold:
+                name, digest = parse_load(await self._read(request, hold))
+            connection = find_connection(request)
+            with connection.work():
+                entry = await asyncio.to_thread(self._catalogue.add, name, digest)
+                async with self.pool.lend(entry, 1, connection.client):
+                    return web.json_response({**_describe_model(entry.id, entry), "digest": digest})
 
     async def _read(self, request: web.Request, hold: Callable[[int], None]) -> bytes:
         if request.content_type != "application/json":

@@ -217,6 +217,8 @@ class CorpusDataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Reverts the changes of `setup` to the trainer, and ends a stream's workers."""
         self.training.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
         self._rollouts = None  # and the process of its rewards
         self._give_back_validation()
         if self.trainer is not None and self._has_set_max_steps:
@@ -358,6 +360,11 @@ class CorpusDataModule(pl.LightningDataModule):
                 raise UserError(
                     f"data.prompts.max_resamples is {options.max_resamples}, but with advantage batch_std answers to a "
                     "prompt are learned also where their rewards are equal; set it to 0, or choose another advantage"
+                )
+            if options.writer.is_remote and objective is not None and objective.has_teacher:
+                raise UserError(
+                    "data.prompts.rollouts.by is openai, but a student that a teacher corrects writes its answers "
+                    "itself; leave rollouts out"
                 )
             rewards = Rewards(
                 options.all_rewards,

@@ -101,6 +101,7 @@ class Answer(NamedTuple):
         is_own: Which of them the model has written.
         is_finished: Whether it ended by itself, and not at a limit.
         episode: The episode, if it is one.
+        log_probs: The log-probabilities of its tokens, where a server gives them.
     """
 
     prompt: tuple[int, ...]
@@ -108,6 +109,7 @@ class Answer(NamedTuple):
     is_own: NDArray[np.bool_]
     is_finished: bool
     episode: Episode | None = None
+    log_probs: NDArray[np.float32] | None = None
 
     @property
     def num_own(self) -> int:

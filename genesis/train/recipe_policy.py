@@ -34,6 +34,9 @@ _FREE: Final = (
     *("data.prompts.num_rows", "data.prompts.num_logged_prompts", "data.prompts.reward_seconds"),
     *("data.prompts.num_environments", "data.prompts.step_seconds"),
     "data.prompts.rewards.*.model",
+    # Where a server is, and how long it is waited for.
+    *("data.prompts.rollouts.url", "data.prompts.rollouts.num_concurrent"),
+    *("data.prompts.rollouts.request_seconds", "data.prompts.rollouts.retry_seconds"),
     # Saving, logging and display.
     *("checkpoint", "verification", "telemetry", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
@@ -83,7 +86,7 @@ def _fill_prompts(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     data = recipe.get("data")
     if not isinstance(data, Mapping) or not isinstance(data.get("prompts"), Mapping):
         return recipe
-    prompts = {"rewards": [], "max_resamples": 0, "environment": None, **data["prompts"]}
+    prompts = {"rewards": [], "max_resamples": 0, "environment": None, "rollouts": None, **data["prompts"]}
     if prompts["environment"] is None:  # the option has no effect
         prompts["max_turns"] = None
     rewards = prompts["rewards"]

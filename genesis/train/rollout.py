@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,14 +46,17 @@ from genesis.objectives.policy_gradient import (
     COUNT_OF,
     IS_FINISHED,
     IS_FIRST,
+    LAG,
     LEARNED_ANSWERS,
     LEARNED_TOKENS,
     LONGEST,
+    MAX_RATIO,
     NUM_ASKED,
     OLD_LOG_PROB,
     OLD_TOKEN_LOG_PROB,
     REWARD,
     REWARD_OF,
+    SERVER_LOG_PROB,
     SPREAD,
     SPREAD_OF,
     TEMPERATURE,
@@ -64,9 +68,11 @@ from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
 from genesis.strategies.wrap import free_gathered_parameters
+from genesis.train.answer_journal import Completion
 from genesis.train.episodes import Answer, Asked, Episodes, describe_episode, shorten_transcripts
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.reward import Rewards
+from genesis.train.server_rollouts import ServerRollouts
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.host_group import HostGroup
@@ -110,6 +116,14 @@ class Rollouts:
     ) -> None:
         self._data, self._rewards, self._trainer, self._episodes = data, rewards, trainer, episodes
         self._options = data.prompt_options.all_rewards
+        # Not for a validation, whose answers are those of the weights at hand.
+        is_remote = data.prompt_options.writer.is_remote and trainer.state.fn == TrainerFn.FITTING
+        self._server = ServerRollouts(data, trainer, self._plan) if is_remote else None
+
+    def close(self) -> None:
+        """Ends what asks a server."""
+        if self._server is not None:
+            self._server.close()
 
     def fill(self, window: AccumulationWindow) -> AccumulationWindow:
         """Returns this rank's window with its answers. All ranks call it for the same window."""
@@ -122,6 +136,10 @@ class Rollouts:
             # After a resume with another batch size some answers may be known. All are written again, so that all ranks
             # have equally many: under sharding they run the same forwards.
             data.groups = {}
+        if self._server is not None:
+            with timing(self._trainer, "generation"), in_phase(self._trainer, "generate"):
+                self._server.advance(position)
+        if num_missing:
             with timing(self._trainer, "generation"), in_phase(self._trainer, "generate"):
                 self._answer(data.plan_rollout(position))
         advantages = self._compare(data.own_positions(position))
@@ -173,17 +191,14 @@ class Rollouts:
         """
         data, decoder = self._data, self._decoder
         options = data.prompt_options
-        size, sampling = options.group_size, SamplingOptions(options.temperature)
+        size = options.group_size
+        rollout = None if self._server is None else self._server.find_rollout(data.cursor.position)
         written: dict[int, _Written] = {}
         asked = list(positions)
         with self._evaluating():
             for num_resamples in range(options.max_resamples + 1):
                 prompts = [data.prompt_at(position, num_resamples) for position in asked]
-                requests = [
-                    self._request(prompt, sampling, _seed(data.options.seed, position, number, num_resamples))
-                    for position, prompt in zip(asked, prompts, strict=True)
-                    for number in range(size)
-                ]
+                requests = self._request_all(asked, prompts, num_resamples)
                 # All answers to a prompt begin alike.
                 starts = [_seed(data.options.seed, position, 0, num_resamples) for position in asked]
                 named = [
@@ -191,7 +206,7 @@ class Rollouts:
                     for prompt, start in zip(prompts, starts, strict=True)
                     for number in range(size)
                 ]
-                answers, single = self._write(requests, named)
+                answers, single = self._write(requests, named, rollout)
                 for index, position in enumerate(asked):
                     own = slice(index * size, (index + 1) * size)
                     written[position] = _Written(answers[own], single[own], num_resamples)
@@ -208,28 +223,30 @@ class Rollouts:
             scored: list[tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = [
                 (np.full(len(rows), np.nan, np.float32), [])
             ]
-            if self._objective.needs_old_log_probs:
+            if self._scores_answers:
                 scored = [self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)]
         free_gathered_parameters(decoder)
         old_log_probs = np.concatenate([sums for sums, _ in scored])
         of_tokens = [one for _, found in scored for one in found]
         for index, position in enumerate(positions):
             own, one = slice(index * size, (index + 1) * size), written[position]
+            by_server = tuple(answer.log_probs for answer in one.answers if answer.log_probs is not None)
             data.groups[position] = Group(
                 tuple(answer.ids for answer in one.answers),
                 np.array([answer.is_finished for answer in one.answers]),
                 self._add(one.single_rewards),
                 old_log_probs[own],
                 one.single_rewards,
-                tuple(of_tokens[own]) if self._objective.needs_token_log_probs else None,
+                tuple(of_tokens[own]) if of_tokens else None,
                 one.num_resamples,
                 _collect_episodes(one.answers),
+                by_server or None,
             )
         self._write_samples(positions, {position: one.answers for position, one in written.items()})
 
     def _lacks_log_probs(self, group: Group) -> bool:
-        of_answers = self._objective.needs_old_log_probs and bool(np.isnan(group.old_log_probs).any())
-        return of_answers or (self._objective.needs_token_log_probs and group.token_log_probs is None)
+        is_unscored = bool(np.isnan(group.old_log_probs).any())
+        return self._scores_answers and (is_unscored or (self._keeps_tokens and group.token_log_probs is None))
 
     def _add(self, single: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the weighted sum of the rewards of each answer."""
@@ -257,28 +274,56 @@ class Rollouts:
         room, most = self._data.options.seq_len - len(prompt.ids), self._data.prompt_options.max_new_tokens
         return Request(prompt.ids, room if most is None else min(room, most), sampling, seed)
 
-    def _write(self, requests: Sequence[Request], asked: Sequence[Asked]) -> tuple[list[Answer], NDArray[np.float64]]:
+    def _request_all(
+        self, positions: Sequence[int], prompts: Sequence[Prompt], num_resamples: int = 0
+    ) -> list[Request]:
+        """Returns the requests for the answers to the prompts at `positions`."""
+        options, seed = self._data.prompt_options, self._data.options.seed
+        sampling = SamplingOptions(options.temperature)
+        return [
+            self._request(prompt, sampling, _seed(seed, position, number, num_resamples))
+            for position, prompt in zip(positions, prompts, strict=True)
+            for number in range(options.group_size)
+        ]
+
+    def _plan(self, positions: Sequence[int]) -> list[Request]:
+        """Returns those of the requests for the answers at `positions` that this rank sends to a server."""
+        requests = self._request_all(positions, [self._data.prompt_at(position) for position in positions])
+        return [requests[index] for index in self._share(len(requests))]
+
+    def _share(self, number: int) -> range:
+        """Returns which of so many requests this rank answers, of those that its peers have, too."""
+        groups = layout_strategy(self._trainer.strategy).layout.degrees.peer_groups()
+        peers = next(group for group in groups if self._trainer.global_rank in group)
+        return range(peers.index(self._trainer.global_rank), number, len(peers))
+
+    def _write(
+        self, requests: Sequence[Request], asked: Sequence[Asked], rollout: int | None = None
+    ) -> tuple[list[Answer], NDArray[np.float64]]:
         """Returns the answers to this rank's requests, and their rewards by name. All ranks call it together.
 
         Args:
             requests: The requests.
             asked: What each is for.
+            rollout: The number of the rollout that a server writes; None to answer here.
         """
         layout = layout_strategy(self._trainer.strategy).layout
-        groups = layout.degrees.peer_groups()
-        peers = next(group for group in groups if self._trainer.global_rank in group)
-        own = range(peers.index(self._trainer.global_rank), len(requests), len(peers))
+        own = self._share(len(requests))
         written: dict[int, tuple[Answer, NDArray[np.float64]]] = {}
-        failure: UserError | None = None
-        whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
+        failure: UserError | RunEndedError | None = None
+        whole = None
+        if rollout is None:
+            whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
         try:
-            # Compiled blocks would be compiled again for nearly every length of a prompt.
-            with torch.compiler.set_stance("force_eager"), adapters_merged(whole):
-                answers = self._answer_all(whole, [requests[index] for index in own], [asked[index] for index in own])
+            ours = [requests[index] for index in own]
+            if whole is None:
+                answers = self._ask_server(rollout, ours)
+            else:
+                answers = self._answer_all(whole, ours, [asked[index] for index in own])
             for index, answer in zip(own, answers, strict=True):
                 written[index] = answer, self._score(asked[index], answer)
                 note_progress(self._trainer)  # a reward function may take long
-        except UserError as error:
+        except (UserError, RunEndedError) as error:
             failure = error
         del whole
         # The ranks agree, because a rank that goes on alone would wait for the others in the next forward.
@@ -288,18 +333,36 @@ class Rollouts:
         if num_failed:
             raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
         # Peers that scored an answer each would train on other rewards where a reward function is not deterministic.
+        groups = layout.degrees.peer_groups()
         of_peers = {index: one for given in HostGroup(groups).gather(written) for index, one in given.items()}
         ordered = [of_peers[index] for index in range(len(requests))]
         single = np.array([found for _, found in ordered], np.float64).reshape(len(ordered), len(self._options))
         return [answer for answer, _ in ordered], single
 
+    def _ask_server(self, rollout: int | None, requests: Sequence[Request]) -> list[Answer]:
+        """Returns the answers of the server that writes a rollout."""
+        assert self._server is not None, "a rollout has a number if a server writes it"
+        assert rollout is not None
+        return self._describe_answers(requests, self._server.answer(rollout, requests))
+
     def _answer_all(self, whole: Decoder, requests: Sequence[Request], asked: Sequence[Asked]) -> list[Answer]:
-        """Returns the answers to requests: their tokens alone, or whole episodes."""
-        if self._episodes is not None:
-            return self._episodes.play(requests, asked, partial(self._generate, whole))
+        """Returns the answers of the model to requests: their tokens alone, or whole episodes."""
+        # Compiled blocks would be compiled again for nearly every length of a prompt.
+        with torch.compiler.set_stance("force_eager"), adapters_merged(whole):
+            if self._episodes is not None:
+                return self._episodes.play(requests, asked, partial(self._generate, whole))
+            return self._describe_answers(requests, [Completion(ids) for ids in self._generate(whole, requests)])
+
+    def _describe_answers(self, requests: Sequence[Request], written: Sequence[Completion]) -> list[Answer]:
         return [
-            Answer(tuple(request.prompt), ids, np.ones(len(ids), np.bool_), self._is_finished(ids))
-            for request, ids in zip(requests, self._generate(whole, requests), strict=True)
+            Answer(
+                tuple(request.prompt),
+                one.ids,
+                np.ones(len(one.ids), np.bool_),
+                self._is_finished(one.ids),
+                log_probs=one.log_probs,
+            )
+            for request, one in zip(requests, written, strict=True)
         ]
 
     def _score(self, asked: Asked, answer: Answer) -> NDArray[np.float64]:
@@ -346,9 +409,12 @@ class Rollouts:
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             of_tokens = score_tokens(hidden, weight, micro_batch.labels, temperature, vocabulary)
-            if self._objective.needs_token_log_probs:
-                return vocabulary.sum_over_rows(of_tokens.flatten()).view_as(of_tokens)
-            return vocabulary.sum_over_rows(of_tokens.sum(1))
+            # The sums are those of the training forward, to the bit, where its ratio is that of an answer.
+            sums = vocabulary.sum_over_rows(of_tokens.sum(1))
+            if not self._keeps_tokens:
+                return sums
+            whole = vocabulary.sum_over_rows(of_tokens.flatten()).view_as(of_tokens)
+            return torch.cat([sums.unsqueeze(1), whole], dim=1)
 
         found: Tensor = decoder(
             micro_batch.input_ids,
@@ -357,10 +423,11 @@ class Rollouts:
             head=head,
         )
         numbers = found.float().cpu().numpy()
-        if not self._objective.needs_token_log_probs:
+        if not self._keeps_tokens:
             return numbers, []
         is_label = (micro_batch.labels != IGNORE_INDEX).cpu().numpy()
-        return numbers.sum(1), [ones[of_answer] for ones, of_answer in zip(numbers, is_label, strict=True)]
+        sums, of_tokens = numbers[:, 0], numbers[:, 1:]
+        return sums, [ones[of_answer] for ones, of_answer in zip(of_tokens, is_label, strict=True)]
 
     def _is_finished(self, answer: NDArray[np.int32]) -> bool:
         return int(answer[-1]) in self._data.stop_ids
@@ -475,10 +542,11 @@ class Rollouts:
     ) -> dict[str, Tensor]:
         """Returns what the objective needs for the answers of a micro-batch."""
         columns: dict[str, list[float]] = {}
-        for row in rows:
-            group = self._data.groups[row.position]
+        groups = [self._data.groups[row.position] for row in rows]
+        is_scored = not any(np.isnan(group.old_log_probs).any() for group in groups)
+        for row, group in zip(rows, groups, strict=True):
             values = {IS_FINISHED: group.is_finished[row.number], IS_FIRST: is_first}
-            if self._objective.needs_old_log_probs:
+            if is_scored:
                 values[OLD_LOG_PROB] = group.old_log_probs[row.number]
             if self._options:
                 values |= {
@@ -491,20 +559,42 @@ class Rollouts:
             if group.episodes is not None:
                 counts = group.episodes.counts[row.number].tolist()
                 values |= {COUNT_OF + name: count for name, count in zip(EPISODE_COUNTS, counts, strict=True)}
+            if self._server is not None:
+                values[LAG] = self._server.count_lag(row.position)
             for name, ones in self._by_name(group.single_rewards):
                 values |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}
             for name, value in values.items():
                 columns.setdefault(name, []).append(float(value))
         tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
-        if self._objective.needs_token_log_probs:
-            of_tokens = torch.zeros(labels.shape)
-            for row, ones, is_label in zip(rows, of_tokens, labels != IGNORE_INDEX, strict=True):
-                found = self._data.groups[row.position].token_log_probs
-                assert found is not None, "the objective needs them"
-                ones[is_label] = torch.from_numpy(found[row.number])
-            tensors[OLD_TOKEN_LOG_PROB] = of_tokens
+        if is_scored and self._keeps_tokens:
+            tensors[OLD_TOKEN_LOG_PROB] = _lay_out(rows, [group.token_log_probs for group in groups], labels)
+        if self._is_corrected:
+            by_server = [group.server_log_probs or group.token_log_probs for group in groups]
+            tensors[SERVER_LOG_PROB] = _lay_out(rows, by_server, labels)
+            tensors[MAX_RATIO] = torch.tensor([self._data.prompt_options.writer.max_ratio], dtype=torch.float32)
         longest = self._data.prompt_options.longest_answer(self._data.options.seq_len)
         return {**tensors, TEMPERATURE: self._temperature, LONGEST: torch.tensor([longest], dtype=torch.float32)}
+
+    @property
+    def _is_corrected(self) -> bool:
+        """Whether answers of a server are trained, by whose log-probabilities the loss is corrected."""
+        groups = self._data.groups.values()
+        return self._server is not None or any(group.server_log_probs is not None for group in groups)
+
+    @property
+    def _keeps_tokens(self) -> bool:
+        """Whether the log-probability of each token is kept, and not their sum alone."""
+        return self._objective.needs_token_log_probs or self._is_corrected
+
+    @property
+    def _scores_answers(self) -> bool:
+        """Whether a forward before the first step scores the answers, and not that step's own forward.
+
+        One step on a rollout has the weights that wrote it. With dropout, its forward has other log-probabilities.
+        """
+        module: Any = self._trainer.lightning_module
+        is_one = self._data.prompt_options.steps_per_rollout == 1 and not module.keeps_dropout
+        return (self._objective.needs_old_log_probs and not is_one) or self._is_corrected
 
     @property
     def _objective(self) -> Objective:
@@ -540,6 +630,15 @@ def check_strategy(strategy: Strategy) -> None:
             f"trainer.strategy has cpu_offload {strategy.cpu_offload:g}: each rank gathers the model on its device to "
             "answer prompts; set it to 0, or train with the strategy replicated"
         )
+
+
+def _lay_out(rows: Sequence[_Row], values: Sequence[Sequence[NDArray[np.float32]] | None], labels: Tensor) -> Tensor:
+    """Returns a value for each label, from those of the answers of each row's group; 0 elsewhere."""
+    found = torch.zeros(labels.shape)
+    for row, of_group, ones, is_label in zip(rows, values, found, labels != IGNORE_INDEX, strict=True):
+        assert of_group is not None, "kept for each token"
+        ones[is_label] = torch.from_numpy(of_group[row.number])
+    return found
 
 
 @contextmanager

@@ -121,6 +121,26 @@ def test_an_error_of_the_reward_function_is_one_line_with_the_row(genesis: Genes
     assert errors[0].endswith("KeyError: 'answer'; correct it")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Training failed .RunEndedError.")  # which the command prints
+def test_a_server_that_is_not_there_ends_a_fit_in_one_line_and_writes_no_answer(
+    genesis: Genesis, case: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    rollouts = {"by": "openai", "url": "http://127.0.0.1:9", "retry_seconds": 0.1}
+    recipe = write_prompt_recipe(case, run_dir, **{"data.prompts.rollouts": rollouts})
+    failed = genesis("fit", "--config", str(recipe), *ALLOWED)
+    assert failed.status == 1
+    errors = [line for line in failed.err.splitlines() if line.startswith("genesis: error")]
+    assert len(errors) == 1
+    assert "the server http://127.0.0.1:9 cannot be reached (ClientConnectorError), for 0.1 s" in errors[0]
+    (weights,) = (run_dir / "served" / "weights").iterdir()
+    assert weights.name.startswith("0000000000-")
+    lower = genesis("fit", "--config", str(recipe), *ALLOWED, "--data.prompts.rollouts.max_lag", "1")
+    assert lower.status == 2
+    assert "data.prompts.rollouts.max_lag is 1; it must be at least 2" in lower.err
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

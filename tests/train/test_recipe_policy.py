@@ -48,10 +48,13 @@ def test_schedules_are_equal_if_they_are_the_same_however_they_are_written(
 
 def test_prompts_of_a_release_with_one_reward_are_those_of_this_one() -> None:
     before = {"data": {"prompts": {"reward": "reward.py:score", "group_size": 8}}}
-    now = {"data": {"prompts": {**before["data"]["prompts"], "rewards": [], "max_resamples": 0}}}
+    added = {"rewards": [], "max_resamples": 0, "rollouts": None}
+    now = {"data": {"prompts": {**before["data"]["prompts"], **added}}}
     assert RECIPE_POLICY.unify is not None
     assert not list(compare_mappings(RECIPE_POLICY.unify(before), RECIPE_POLICY.unify(now)))
     now["data"]["prompts"]["max_resamples"] = 2
     differences = compare_mappings(RECIPE_POLICY.unify(before), RECIPE_POLICY.unify(now))
     assert [key for key, *_ in differences] == ["data.prompts.max_resamples"]
     assert RECIPE_POLICY.kind_of("data.prompts.reward_seconds") == "free"
+    assert RECIPE_POLICY.kind_of("data.prompts.rollouts.url") == "free"
+    assert RECIPE_POLICY.kind_of("data.prompts.rollouts.max_lag") != "free"

@@ -1,0 +1,304 @@
+"""A client of servers that write answers, by OpenAI's `/v1/completions` with prompts and answers as ids of tokens.
+
+    server         ids of an answer                        new weights
+    genesis serve  `token_ids`, by `return_token_ids`      /v1/load_weights {"path", "digest"}
+    vLLM 0.10.2    the same                                /v1/load_lora_adapter {"lora_name", "lora_path"}
+    llama.cpp      `logprobs.content[].id`                 none
+
+Weights are models with names of their own, which requests and answers have: no answer of other weights is taken. A
+server that does not know the name, because it has started again, loads the weights again.
+
+All that a server sends is a stranger's: it is read up to a limit, and an answer has ids of the vocabulary, finite
+log-probabilities, and an end where the run's model ends its answers. Nothing of it is text that anything reads.
+
+References:
+    vLLM's documentation, "OpenAI-Compatible Server" (`return_token_ids`) and "LoRA Adapters" (dynamic serving).
+"""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import numpy as np
+
+from genesis.base.errors import RunEndedError, numbered, printable
+from genesis.data.rollout_options import KEY_VARIABLE, RolloutOptions
+from genesis.generate.batch import Request
+from genesis.train.answer_journal import Completion
+from genesis.train.served_weights import Weights
+from genesis_callbacks.base.json_text import load_json
+
+_PLAIN_BYTES: Final = 1 << 16
+_TOKEN_BYTES: Final = 1 << 11
+"""Bytes of a response, and more of them for each token that was asked for."""
+_CHUNK_BYTES: Final = 1 << 16
+_MAX_SHOWN: Final = 200
+_FIRST_PAUSE_SECONDS: Final = 0.2
+_MAX_PAUSE_SECONDS: Final = 5.0
+_BUSY: Final = (408, 425, 429)
+_MAX_LOADS: Final = 3
+"""How often a request may find that the server does not know the weights, which are then loaded again."""
+_SMALL_SEEDS: Final = 1 << 31
+"""Seeds that llama.cpp and most servers take."""
+_MAX_LOG_PROB: Final = 1e-3
+"""Above 0 by the rounding of a server."""
+_RESUMES: Final = "a resume goes on from the last checkpoint, and asks for no answer again that it has"
+
+
+class _RefusedError(RunEndedError):
+    """The server refuses a request, which it would do again."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class OpenAIClient:
+    """Asks a server. Its coroutines run in one event loop.
+
+    Args:
+        options: The server, and how it gets weights.
+        key: The server's key; None for none.
+        directory: The directory of the weights, as the server sees it.
+        vocab_size: The number of ids that an answer may have.
+        stop_ids: The ids that end an answer.
+    """
+
+    def __init__(
+        self, options: RolloutOptions, key: str | None, directory: Path, vocab_size: int, stop_ids: frozenset[int]
+    ) -> None:
+        assert options.url is not None, "a server's options"
+        self._options, self._directory = options, directory
+        self._url, self._vocab_size, self._stop_ids = options.url.rstrip("/"), vocab_size, stop_ids
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._loaded: set[str] = set()
+        self._turn = asyncio.Lock()
+
+    async def ask(self, weights: Weights, requests: Sequence[Request], take: Callable[[int, Completion], None]) -> None:
+        """Gets the answers to requests, several at a time.
+
+        Args:
+            weights: The weights that answer.
+            requests: The requests.
+            take: Called with the index of a request and its answer, as answers come.
+
+        Raises:
+            RunEndedError: The server refuses, cannot be reached for too long, or gives what is no answer.
+        """
+        places = asyncio.Semaphore(self._options.num_concurrent)
+
+        async def answer(index: int, request: Request) -> None:
+            async with places:
+                take(index, await self._answer(session, weights, request))
+
+        limit = aiohttp.ClientTimeout(total=self._options.request_seconds)
+        # No proxy of the environment: the server is the user's own.
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as session:
+            if requests and weights.name not in self._loaded:
+                await self._load(session, weights)
+            tasks = [asyncio.ensure_future(answer(index, request)) for index, request in enumerate(requests)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, session: aiohttp.ClientSession, weights: Weights, request: Request) -> Completion:
+        assert request.max_new_tokens is not None, "a rollout limits its answers"
+        body = {
+            "model": weights.name,
+            "prompt": list(request.prompt),
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.sampling.temperature,
+            "top_p": 1.0,  # or a server takes that of the model's generation_config.json
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            **self._extras(request.seed),
+        }
+        for _ in range(_MAX_LOADS):
+            try:
+                content = await self._post(session, "/v1/completions", body, request.max_new_tokens)
+                break
+            except _RefusedError as error:
+                if error.status != 404 or weights.digest is None:
+                    raise
+                refused = error
+            await self._load(session, weights, is_again=True)
+        else:
+            raise refused
+        return self._read(content, weights, request.max_new_tokens)
+
+    def _extras(self, seed: int) -> dict[str, Any]:
+        """Returns the fields that servers have different names or values for."""
+        if self._options.reload == "genesis":
+            return {"seed": seed, "logprobs": 0, "return_token_ids": True}
+        stops = sorted(self._stop_ids)
+        # What a server does not know it ignores: its answer lacks the ids then, and is refused.
+        extras = {"seed": seed, "logprobs": 1, "return_token_ids": True, "stop_token_ids": stops, "top_k": 0}
+        if self._options.reload == "vllm":
+            return extras
+        return {**extras, "seed": seed % _SMALL_SEEDS, "repeat_penalty": 1.0, "cache_prompt": False}
+
+    async def _load(self, session: aiohttp.ClientSession, weights: Weights, *, is_again: bool = False) -> None:
+        """Lets the server load weights, once for all requests that wait for them."""
+        async with self._turn:
+            if weights.digest is None or (not is_again and weights.name in self._loaded):
+                return
+            if self._options.reload == "genesis":
+                asked = {"path": weights.name, "digest": weights.digest}
+                found = await self._post(session, "/v1/load_weights", asked)
+                if not isinstance(found, dict) or (found.get("id"), found.get("digest")) != weights:
+                    raise RunEndedError(f"{self._url} has not loaded the weights {weights.name}; {_RESUMES}")
+            else:
+                path = str((self._directory / weights.name).absolute())
+                with suppress(_LoadedError):
+                    await self._post(session, "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": path})
+            self._loaded.add(weights.name)
+
+    async def forget(self, name: str) -> None:
+        """Lets a server that keeps all adapters remove those that no request names any more."""
+        self._loaded.discard(name)
+        if self._options.reload != "vllm":
+            return
+        limit = aiohttp.ClientTimeout(total=self._options.request_seconds)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as session:
+            with suppress(RunEndedError):  # one that it has forgotten already
+                await self._post(session, "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], num_tokens: int = 0) -> Any:
+        """Returns the JSON of the answer to a request, which is repeated while the server is gone or busy."""
+        begin, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                async with session.post(self._url + path, json=body, allow_redirects=False) as response:
+                    content = await self._receive(response, _PLAIN_BYTES + num_tokens * _TOKEN_BYTES)
+                    status, is_final = response.status, response.headers.get("X-Should-Retry") == "false"
+            except TimeoutError:
+                problem = f"has not answered in {self._options.request_seconds:g} s"
+            except (aiohttp.ClientError, OSError) as error:
+                problem = f"cannot be reached ({type(error).__name__})"
+            else:
+                if status == 200:
+                    return self._parse(content, path)
+                problem = f"answers {path} with status {status}: {_find_message(content)}"
+                if (status < 500 and status not in _BUSY) or is_final:
+                    kind = _LoadedError if "already been loaded" in problem else _RefusedError
+                    remedy = f" (its key is in {KEY_VARIABLE})" if status in (401, 403) else ""
+                    raise kind(f"the server {self._url} {problem}{remedy}; correct it: {_RESUMES}", status)
+            if time.monotonic() - begin > self._options.retry_seconds:
+                raise RunEndedError(
+                    f"the server {self._url} {problem}, for {self._options.retry_seconds:g} s "
+                    f"(data.prompts.rollouts.retry_seconds); start it again: {_RESUMES}"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+
+    async def _receive(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+        content = bytearray()
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            content += chunk
+            if len(content) > max_bytes:
+                raise RunEndedError(f"the server {self._url} answers with more than {max_bytes:,} bytes; {_RESUMES}")
+        return bytes(content)
+
+    def _parse(self, content: bytes, path: str) -> Any:
+        if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):  # which vLLM answers with a sentence
+            return None
+        try:
+            return load_json(content)
+        except (ValueError, RecursionError):
+            raise self._garbage(f"answers {path} with what is not JSON: {_show(content)}") from None
+
+    def _garbage(self, problem: str) -> RunEndedError:
+        return RunEndedError(f"the server {self._url} {problem}; correct it: {_RESUMES}")
+
+    def _read(self, content: Any, weights: Weights, most: int) -> Completion:
+        """Returns the answer in a response.
+
+        Raises:
+            RunEndedError: There is no answer in it, or one of other weights.
+        """
+        try:
+            name, (choice,) = content["model"], content["choices"]
+            ids, log_probs = _find_tokens(choice)
+            reason = choice["finish_reason"]
+        except (KeyError, TypeError, ValueError):
+            raise self._garbage(
+                "gives no ids of tokens with log-probabilities; `genesis serve` gives them, vLLM since 0.10.2, and "
+                f"llama.cpp: {_show(json.dumps(content).encode())}"
+            ) from None
+        if name != weights.name and weights.digest is not None:
+            raise self._garbage(f"answers by the model {_show(name)}, and {weights.name} was asked")
+        if not isinstance(ids, list) or not isinstance(log_probs, list) or len(ids) != len(log_probs):
+            raise self._garbage("does not give one log-probability for each token")
+        counted = _find_count(content)
+        if counted is not None and counted != len(ids):
+            raise self._garbage(
+                f"has written {numbered(counted, 'tokens')} and gives {len(ids):,} of them; llama.cpp leaves out those "
+                "that are a part of a character"
+            )
+        if not 0 < len(ids) <= most:
+            raise self._garbage(f"gives {numbered(len(ids), 'tokens')}, and 1 to {most:,} were asked for")
+        wrong = [one for one in ids if type(one) is not int or not 0 <= one < self._vocab_size]
+        if wrong:
+            raise self._garbage(f"gives the token {_show(wrong[0])}, and ids are from 0 to {self._vocab_size - 1}")
+        odd = [one for one in log_probs if not _is_log_prob(one)]
+        if odd:
+            raise self._garbage(
+                f"gives the log-probability {_show(odd[0])}: its weights have diverged, or it is no model"
+            )
+        is_stop = [one in self._stop_ids for one in ids]
+        if any(is_stop[:-1]) or (reason == "stop") != is_stop[-1] or (reason == "length" and len(ids) < most):
+            stops = ", ".join(map(str, sorted(self._stop_ids)))
+            raise self._garbage(
+                f"ends an answer by {_show(reason)} at the token {ids[-1]}, and the tokens that end one are {stops}: "
+                "start it with the tokenizer and the template of the run"
+            )
+        return Completion(np.array(ids, np.int32), np.array(log_probs, np.float32))
+
+
+class _LoadedError(_RefusedError):
+    """The server has the weights already, from before a restart of the run."""
+
+
+def _find_tokens(choice: Any) -> tuple[Any, Any]:
+    """Returns the ids of a choice's tokens and their log-probabilities.
+
+    Raises:
+        KeyError, TypeError: There are none.
+    """
+    found = choice["logprobs"]
+    if "token_ids" in choice:
+        return choice["token_ids"], found["token_logprobs"]
+    return [one["id"] for one in found["content"]], [one["logprob"] for one in found["content"]]
+
+
+def _find_count(content: Any) -> int | None:
+    """Returns the number of tokens that a server counts; None if it counts none."""
+    usage = content.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if type(count) is int else None
+
+
+def _is_log_prob(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value <= _MAX_LOG_PROB
+
+
+def _find_message(content: bytes) -> str:
+    """Returns the reason in an error of OpenAI's form, or the beginning of another text."""
+    with suppress(ValueError, RecursionError, KeyError, TypeError):
+        found = load_json(content)
+        return _show(found["error"]["message"] if "error" in found else found["message"])
+    return _show(content)
+
+
+def _show(value: object) -> str:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return printable(" ".join(text.split())[:_MAX_SHOWN])
