@@ -554,15 +554,7 @@ class Rollouts:
                     REWARD: group.rewards[row.number],
                     SPREAD: measure_spread(group.rewards),
                 }
-            if self._data.prompt_options.max_resamples:
-                values[NUM_ASKED] = group.num_resamples + 1
-            if group.episodes is not None:
-                counts = group.episodes.counts[row.number].tolist()
-                values |= {COUNT_OF + name: count for name, count in zip(EPISODE_COUNTS, counts, strict=True)}
-            if self._server is not None:
-                values[LAG] = self._server.count_lag(row.position)
-            for name, ones in self._by_name(group.single_rewards):
-                values |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}
+            values |= self._list_figures(row, group)
             for name, value in values.items():
                 columns.setdefault(name, []).append(float(value))
         tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
@@ -574,6 +566,20 @@ class Rollouts:
             tensors[MAX_RATIO] = torch.tensor([self._data.prompt_options.writer.max_ratio], dtype=torch.float32)
         longest = self._data.prompt_options.longest_answer(self._data.options.seq_len)
         return {**tensors, TEMPERATURE: self._temperature, LONGEST: torch.tensor([longest], dtype=torch.float32)}
+
+    def _list_figures(self, row: _Row, group: Group) -> dict[str, float]:
+        """Returns what is logged for an answer, and not learned."""
+        figures: dict[str, float] = {}
+        if self._data.prompt_options.max_resamples:
+            figures[NUM_ASKED] = group.num_resamples + 1
+        if group.episodes is not None:
+            counts = group.episodes.counts[row.number].tolist()
+            figures |= {COUNT_OF + name: count for name, count in zip(EPISODE_COUNTS, counts, strict=True)}
+        if self._server is not None:
+            figures[LAG] = self._server.count_lag(row.position)
+        for name, ones in self._by_name(group.single_rewards):
+            figures |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}
+        return figures
 
     @property
     def _is_corrected(self) -> bool:
@@ -592,8 +598,9 @@ class Rollouts:
 
         One step on a rollout has the weights that wrote it. With dropout, its forward has other log-probabilities.
         """
-        module: Any = self._trainer.lightning_module
-        is_one = self._data.prompt_options.steps_per_rollout == 1 and not module.keeps_dropout
+        decoder = self._decoder
+        has_dropout = any(decoder.draws_random_numbers(block) for block in decoder.blocks)
+        is_one = self._data.prompt_options.steps_per_rollout == 1 and not has_dropout
         return (self._objective.needs_old_log_probs and not is_one) or self._is_corrected
 
     @property
