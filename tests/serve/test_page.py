@@ -76,7 +76,7 @@ def text_of(server, **asked) -> str:
 
 
 def test_a_checkpoint_is_picked_and_continues_the_prompt_as_the_api_does(server, page):
-    page.goto(server.url)
+    page.goto(f"{server.url}#chat=0")
     expect(page.locator("#about")).to_contain_text("3 checkpoints")
     page.get_by_label("Checkpoint", exact=True).first.select_option("step-00000001")
     expect(panel(page, "a").locator(".facts")).to_have_text("100 tokens seen \u00b7 validation loss 5.400")
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_picked_and_continues_the_prompt_as_the_api_does(server,
 
 
 def test_a_token_tells_its_probability_and_the_most_likely_others_by_pointer_and_by_keyboard(server, page):
-    page.goto(f"{server.url}#a=step-00000003&prompt=alpha&temperature=0&max_tokens=8")
+    page.goto(f"{server.url}#chat=0&a=step-00000003&prompt=alpha&temperature=0&max_tokens=8")
     generate(page)
     tip = page.get_by_role("tooltip")
     expect(tip).to_be_hidden()
@@ -121,7 +121,7 @@ def test_a_token_tells_its_probability_and_the_most_likely_others_by_pointer_and
 
 
 def test_two_checkpoints_continue_one_prompt_side_by_side(server, page):
-    page.goto(f"{server.url}#prompt=class+&seed=3&max_tokens=30&temperature=1&a=step-00000003&b=step-00000001")
+    page.goto(f"{server.url}#chat=0&prompt=class+&seed=3&max_tokens=30&temperature=1&a=step-00000003&b=step-00000001")
     expect(panel(page, "b")).to_be_hidden()
     page.get_by_text("Compare").click()
     generate(page)
@@ -140,7 +140,7 @@ def test_two_checkpoints_continue_one_prompt_side_by_side(server, page):
 
 
 def test_the_address_brings_everything_back(server, page):
-    page.goto(server.url)
+    page.goto(f"{server.url}#chat=0")
     page.get_by_label("Prompt").fill("beta & 100% #1\n")
     page.get_by_label("Seed").fill("9")
     page.get_by_text("Compare").click()
@@ -160,7 +160,7 @@ def test_stop_stops_and_frees_the_row(tmp_path, tokenizer_file, page):
     (run / "checkpoints").mkdir(parents=True)
     shutil.copy(tokenizer_file, run)
     with start(run) as server:
-        page.goto(server.url)
+        page.goto(f"{server.url}#chat=0")
         expect(page.locator("#about")).to_contain_text("no checkpoint yet")
         save_endless(run)
         page.get_by_label("Temperature").fill("0")
@@ -180,7 +180,7 @@ def test_stop_stops_and_frees_the_row(tmp_path, tokenizer_file, page):
 
 
 def test_a_new_checkpoint_appears_by_itself_and_the_newest_means_it(server, served_run, page):
-    page.goto(f"{server.url}#a=latest")
+    page.goto(f"{server.url}#chat=0&a=latest")
     expect(page.get_by_label("Checkpoint", exact=True).first.locator("option").first).to_have_text(
         "newest \u2014 step 3"
     )
@@ -205,7 +205,7 @@ def test_a_new_checkpoint_appears_by_itself_and_the_newest_means_it(server, serv
 
 
 def test_a_dot_of_the_curve_picks_its_checkpoint(server, page):
-    page.goto(server.url)
+    page.goto(f"{server.url}#chat=0")
     page.locator("#chart .dot").first.click()
     expect(page.get_by_label("Checkpoint", exact=True).first).to_have_value("step-00000001")
 
@@ -220,7 +220,7 @@ def test_a_dot_of_the_curve_picks_its_checkpoint(server, page):
     ],
 )
 def test_an_error_is_shown_where_the_text_would_be_and_the_next_try_is_free(server, page, address, message):
-    page.goto(f"{server.url}#{address}")
+    page.goto(f"{server.url}#chat=0&{address}")
     generate(page)
     error = panel(page, "a").locator(".error")
     expect(error).to_contain_text(message)
@@ -232,7 +232,7 @@ def test_an_error_is_shown_where_the_text_would_be_and_the_next_try_is_free(serv
 
 
 def test_markup_in_a_prompt_is_text(server, page):
-    page.goto(server.url)
+    page.goto(f"{server.url}#chat=0")
     page.get_by_label("Prompt").fill("<img src=x onerror=alert(1)><b>bold</b>")
     page.get_by_label("Max tokens").fill("2")
     generate(page)
@@ -242,7 +242,7 @@ def test_markup_in_a_prompt_is_text(server, page):
 
 def test_a_server_with_a_token_asks_for_it_once_and_keeps_it_out_of_the_address(run, page):
     with start(run, GENESIS_TOKEN=TOKEN) as server:
-        page.goto(server.url)
+        page.goto(f"{server.url}#chat=0")
         page.get_by_label("This server requires a token").fill("not the token")
         page.get_by_role("button", name="Open").click()
         expect(page.get_by_role("alert").first).to_contain_text("Wrong token")
@@ -289,6 +289,7 @@ def test_a_chat_shows_its_turns_and_sends_those_before_with_the_next(browser, pa
         expect(turns).to_have_count(0)
         page.get_by_label("Chat", exact=True).uncheck(force=True)
         expect(page.get_by_label("Prompt")).to_be_visible()
+        page.wait_for_url("**chat=0**")
         page.reload()
         expect(page.get_by_label("Prompt")).to_be_visible()
 
