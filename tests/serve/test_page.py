@@ -341,7 +341,7 @@ def test_a_schema_and_penalties_reach_the_model_and_text_that_is_no_json_is_an_e
     save(directory / "checkpoints", 1, build_decoder(5), {})
     schema = '{"enum": ["yes", "no"]}'
     with start(directory) as running:
-        page.goto(f"{running.url}#temperature=0&max_tokens=30&schema={schema}&presence_penalty=1.5")
+        page.goto(f"{running.url}#chat=0&temperature=0&max_tokens=30&schema={schema}&presence_penalty=1.5")
         page.get_by_text("More options").click()
         expect(page.get_by_label("Presence penalty")).to_have_value("1.5")
         generate(page)
