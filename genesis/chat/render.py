@@ -25,6 +25,7 @@ from genesis.base.errors import UserError
 from genesis.chat.conversation import Conversation, normalize_messages, normalize_tools
 from genesis.chat.marks import ASKED, WEIGHT, refuse_likely_marks
 from genesis.chat.options import ChatOptions, Labels
+from genesis.chat.pool import Steps, run_steps
 from genesis.chat.stops import can_end_turn
 from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.chat.training import find_training_template
@@ -84,6 +85,22 @@ class ChatRenderer:
     ) -> RenderedChat:
         """Returns the ids of a conversation, and which of them are learned.
 
+        Raises:
+            ConversationError: As in `begin`.
+            UnclearMarkError: As in `begin`.
+        """
+        return run_steps([self.begin(messages, tools, labels=labels, variables=variables)])[0]
+
+    def begin(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        labels: Labels = "assistant",
+        variables: Mapping[str, Any] | None = None,
+    ) -> Steps[RenderedChat]:
+        """Steps that return the ids of a conversation, and which of them are learned.
+
         Args:
             messages: Messages in OpenAI's form; a turn with `weight: 0`, or another mark of `genesis.chat.marks`, is
                 not learned.
@@ -106,7 +123,7 @@ class ChatRenderer:
         if labels == "all":
             _check_weights(normal, weights)
         has_spans, is_by_turn = labels != "all" or not all(weights), labels == "last" or not all(weights)
-        text, spans, left_out = self.template.lay_out(
+        text, spans, left_out = yield from self.template.lay_out(
             normal, definitions, merged, has_spans=has_spans, is_by_turn=is_by_turn
         )
         refuse_likely_marks(normal, left_out, self.template.name)
