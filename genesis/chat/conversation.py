@@ -42,6 +42,8 @@ _SHAREGPT_ROLES: Final = {
     "observation": "tool",
     "function_response": "tool",
 }
+_MAX_TURNS: Final = 1 << 16
+"""A message takes a kilobyte in some copies, however short it is."""
 _ALPACA_TEXTS: Final = ("instruction", "input", "output")
 _MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _VARIABLES: Final = "chat_template_kwargs"
@@ -181,9 +183,14 @@ def normalize_messages(messages: Iterable[Any], *, has_empty_turns: bool = False
         has_empty_turns: Whether the assistant may have said nothing: a model may, but nothing is learned from it.
 
     Raises:
-        ConversationError: A message has an unknown role, or a part that no template supports.
+        ConversationError: There are too many, or one has an unknown role, or a part that no template supports.
     """
-    normal = [_normalize(message, number) for number, message in enumerate(messages, 1)]
+    given = list(messages)
+    if len(given) > _MAX_TURNS:
+        raise ConversationError(
+            f"the conversation has {len(given):,} turns: at most {_MAX_TURNS:,} are read; divide it"
+        )
+    normal = [_normalize(message, number) for number, message in enumerate(given, 1)]
     for number, message in enumerate(normal, 1):
         parts = (message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
         if message["role"] == "assistant" and not any(parts) and not has_empty_turns:

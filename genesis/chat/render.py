@@ -25,6 +25,7 @@ from genesis.base.errors import UserError
 from genesis.chat.conversation import Conversation, normalize_messages, normalize_tools
 from genesis.chat.marks import ASKED, WEIGHT, refuse_likely_marks
 from genesis.chat.options import ChatOptions, Labels
+from genesis.chat.pool import Steps, run_steps
 from genesis.chat.stops import can_end_turn
 from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.chat.training import find_training_template
@@ -84,6 +85,22 @@ class ChatRenderer:
     ) -> RenderedChat:
         """Returns the ids of a conversation, and which of them are learned.
 
+        Raises:
+            ConversationError: As in `begin`.
+            UnclearMarkError: As in `begin`.
+        """
+        return run_steps([self.begin(messages, tools, labels=labels, variables=variables)])[0]
+
+    def begin(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        labels: Labels = "assistant",
+        variables: Mapping[str, Any] | None = None,
+    ) -> Steps[RenderedChat]:
+        """Steps that return the ids of a conversation, and which of them are learned.
+
         Args:
             messages: Messages in OpenAI's form; a turn with `weight: 0`, or another mark of `genesis.chat.marks`, is
                 not learned.
@@ -106,7 +123,7 @@ class ChatRenderer:
         if labels == "all":
             _check_weights(normal, weights)
         has_spans, is_by_turn = labels != "all" or not all(weights), labels == "last" or not all(weights)
-        text, spans, left_out = self.template.lay_out(
+        text, spans, left_out = yield from self.template.lay_out(
             normal, definitions, merged, has_spans=has_spans, is_by_turn=is_by_turn
         )
         refuse_likely_marks(normal, left_out, self.template.name)
@@ -133,9 +150,13 @@ class ChatRenderer:
         """
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         starts = np.array([span.start for span in spans], np.int64)
-        order = np.argsort(offsets[:, 0], kind="stable")
-        reach = np.concatenate(([0], np.maximum.accumulate(offsets[order, 1])))
-        is_across = reach[np.searchsorted(offsets[order, 0], starts)] > starts
+        firsts, ends = offsets[:, 0], offsets[:, 1]
+        if not _is_sorted(firsts):
+            order = np.argsort(firsts, kind="stable")
+            firsts, ends = firsts[order], ends[order]
+        num_before = np.searchsorted(firsts, starts)
+        reach = np.maximum.accumulate([ends[a:b].max(initial=0) for a, b in itertools.pairwise([0, *num_before])])
+        is_across = reach > starts
         if not is_across.any():
             return ids, offsets
         cuts = [0, *starts[is_across].tolist(), len(text)]
@@ -348,6 +369,10 @@ def _check_weights(messages: Sequence[Message], weights: Sequence[int]) -> None:
             )
 
 
+def _is_sorted(values: NDArray[np.int32]) -> bool:
+    return bool((values[1:] >= values[:-1]).all())
+
+
 def _mark(
     offsets: NDArray[np.int32], labels: Labels, spans: Sequence[Span], weights: Sequence[int]
 ) -> NDArray[np.bool_]:
@@ -356,7 +381,8 @@ def _mark(
     # A token may have no characters of its own, such as the space that a tokenizer adds before a text.
     starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     # Tokens stand in the order of the text, and only those about a span are compared with it.
-    least, most = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
+    least = starts if _is_sorted(starts) else np.minimum.accumulate(starts[::-1])[::-1]
+    most = ends if _is_sorted(ends) else np.maximum.accumulate(ends)
     firsts = np.searchsorted(most, [span.start for span in spans], "right")
     lasts = np.searchsorted(least, [span.end for span in spans])
     for number, (span, weight, first, last) in enumerate(

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from blake3 import blake3
 
 from genesis.base.errors import UserError
-from genesis.chat.pool import Request, ask
+from genesis.chat.pool import Answer, Request, Steps, ask
 from genesis_callbacks.base.json_text import load_json
 
 Message = dict[str, Any]
@@ -123,8 +123,8 @@ class ChatTemplate:
         *,
         has_spans: bool,
         is_by_turn: bool,
-    ) -> LaidOut:
-        """Returns a conversation as text that has every part of it, and the exact spans of the assistant's turns.
+    ) -> Steps[LaidOut]:
+        """Steps that return a conversation as text with every part of it, and the exact spans of the assistant's turns.
 
         Args:
             messages: The turns.
@@ -138,13 +138,17 @@ class ChatTemplate:
                 or the tools, or no exact spans are known.
             EndlessTemplateError: The template exceeds a limit.
         """
-        text, spans, left_out = self._ask(
-            "lay_out", messages, tools, variables, has_spans=has_spans, is_by_turn=is_by_turn
-        )
+        options = {"has_spans": has_spans, "is_by_turn": is_by_turn}
+        text, spans, left_out = self._read((yield self._request("lay_out", messages, tools, variables, **options)))
         return LaidOut(text, [Span(*span) for span in spans], left_out)
 
     def _ask(self, function: str, *arguments: Any, **options: Any) -> Any:
-        answer = ask(Request(self.text, self.name, self.today, function, arguments, options))
+        return self._read(ask(self._request(function, *arguments, **options)))
+
+    def _request(self, function: str, *arguments: Any, **options: Any) -> Request:
+        return Request(self.text, self.name, self.today, function, arguments, options)
+
+    def _read(self, answer: Answer) -> Any:
         if answer.limit is not None:
             raise EndlessTemplateError(f"the chat template {self.name} {answer.limit}; simplify it")
         if answer.mistake is not None:

@@ -1,4 +1,4 @@
-"""The process that renders chat templates, one request at a time: a worker of `genesis.base.limited_workers`.
+"""The process that renders chat templates, one message at a time: a worker of `genesis.base.limited_workers`.
 
 It imports little, so that it starts quickly and a bare worker needs few megabytes.
 """
@@ -32,8 +32,8 @@ def main(descriptor: int) -> None:
 
 def _answer(message: bytes) -> bytes:
     (num_chars,) = NUM_CHARS.unpack_from(message)
-    answer = _run(pickle.loads(memoryview(message)[NUM_CHARS.size :]), num_chars)
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    answers = [_run(request, num_chars) for request in pickle.loads(memoryview(message)[NUM_CHARS.size :])]
+    return json.dumps(answers, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _run(request: Request, num_chars: int) -> Answer:

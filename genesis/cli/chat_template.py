@@ -7,7 +7,7 @@ from typing import Any, Final
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, blaming
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.learned import describe_other_template
 from genesis.cli.adapter import find_continued
@@ -63,7 +63,8 @@ class RecordChatTemplate(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file on rank 0, when no check can refuse the run any more."""
         data: TrainingData = vars(trainer)["datamodule"].training
-        before = None if self._learned is None else read_text(self._learned)
+        with blaming(self._learned, "restore it"):
+            before = None if self._learned is None else read_text(self._learned)
         text = data.chat_template if trainer.is_global_zero else None
         if text is not None and before is not None and text != before:
             rank_zero_info(

@@ -5,12 +5,13 @@ is what the chat template writes, without bos and eos around it. A pair of answe
 other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from genesis.chat.learned import find_recorded
 from genesis.chat.marks import UnclearMarkError
 from genesis.chat.options import ChatOptions
 from genesis.chat.pair import load_pair
+from genesis.chat.pool import Steps, run_steps
 from genesis.chat.proof import prove_template
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.stops import check_ends
@@ -33,6 +35,9 @@ from genesis.data.sources import BadRow, Document, SourceOptions
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import read_file
+
+_GROUP_DOCUMENTS: Final = 64
+_GROUP_BYTES: Final = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class ConversationCounts:
     num_bad: int = 0
 
     def __add__(self, other: "ConversationCounts") -> "ConversationCounts":
-        return ConversationCounts(*map(add, astuple(self), astuple(other)))
+        return ConversationCounts(*map(add, vars(self).values(), vars(other).values()))
 
     def describe_missing(self) -> str:
         """Returns a line about what is cut or not in the corpus; empty if nothing is."""
@@ -214,8 +219,8 @@ class ConversationEncoder:
         chats: list[tuple[Document, Rendered]] = []
         counts, skipped = ConversationCounts(), SkippedCounter()
         refused: list[RefusedRow] = []
-        for document in documents:
-            found = self._try(document)
+        found_each = chain.from_iterable(run_steps(list(map(self._try, group))) for group in _group(documents))
+        for document, found in zip(documents, found_each, strict=True):
             if isinstance(found, tuple):
                 rendered, of_document = found
                 counts += of_document
@@ -229,10 +234,10 @@ class ConversationEncoder:
                 refused.append(RefusedRow(_place(document), str(found), isinstance(found, ConversationError)))
         return EncodedChats(chats, counts, self._note(chats, skipped), refused)
 
-    def _try(self, document: Document | BadRow) -> "tuple[Rendered, ConversationCounts] | UserError":
-        """Returns what `_encode` returns, or why the row is skipped or refused."""
+    def _try(self, document: Document | BadRow) -> "Steps[tuple[Rendered, ConversationCounts] | UserError]":
+        """Steps that return what those of `_encode` return, or why the row is skipped or refused."""
         try:
-            return self._encode(document)
+            return (yield from self._encode(document))
         except EndlessTemplateError as error:
             raise UserError(f"source {self._source.name}: {_place(document)}: {error}") from None
         except RecursionError:
@@ -251,12 +256,16 @@ class ConversationEncoder:
             skipped.rows, count_all(fields), count_all(chat.left_out for _, rendered in chats for chat in rendered[:1])
         )
 
-    def _encode(self, document: Document | BadRow) -> tuple[Rendered, ConversationCounts]:
-        """Returns the documents of a record, none if it is dropped, and its counts."""
+    def _encode(self, document: Document | BadRow) -> Steps[tuple[Rendered, ConversationCounts]]:
+        """Steps that return the documents of a record, none if it is dropped, and its counts."""
         if isinstance(document, BadRow):
             raise ConversationError(strip_place(document.explain(), document.place()))
         options = self._options
-        rendered = self._render_pair(document) if self._is_paired else (self._render(document.text),)
+        rendered: Rendered
+        if self._is_paired:
+            rendered = yield from self._render_pair(document)
+        else:
+            rendered = ((yield from self._render(load_conversation(document.text))),)
         num_tokens, limit = max(len(chat.ids) for chat in rendered), options.max_tokens
         is_cut = False
         if limit is not None and num_tokens > limit:
@@ -281,12 +290,16 @@ class ConversationEncoder:
             rendered = tuple(replace(chat, trained=mark_labels(chat.trained, value)) for chat in rendered)
         return rendered, ConversationCounts(num_written=1, num_cut=int(is_cut))
 
-    def _render(self, text: str) -> RenderedChat:
-        return self._renderer.render_conversation(load_conversation(text), self._options.labels)
+    def _render(self, conversation: Conversation) -> Steps[RenderedChat]:
+        messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
+        return self._renderer.begin(messages, tools, labels=self._options.labels, variables=variables)
 
-    def _render_pair(self, document: Document) -> Rendered:
+    def _render_pair(self, document: Document) -> Steps[Rendered]:
         pair = load_pair(document.text)
-        rendered = tuple(self._render_answer(name, vars(pair)[name]) for name in ("chosen", "rejected"))
+        rendered = (
+            (yield from self._render_answer("chosen", pair.chosen)),
+            (yield from self._render_answer("rejected", pair.rejected)),
+        )
         asked, again = (chat.ids[: int(chat.trained.argmax())] for chat in rendered)
         if not np.array_equal(asked, again):
             raise ConversationError(
@@ -296,11 +309,25 @@ class ConversationEncoder:
             )
         return rendered
 
-    def _render_answer(self, name: str, conversation: Conversation) -> RenderedChat:
+    def _render_answer(self, name: str, conversation: Conversation) -> Steps[RenderedChat]:
         try:
-            return self._renderer.render_conversation(conversation, self._options.labels)
+            return (yield from self._render(conversation))
         except ConversationError as error:
             raise ConversationError(f"the {name} answer: {error}") from None
+
+
+def _group(documents: Sequence[Document | BadRow]) -> Iterator[list[Document | BadRow]]:
+    """Yields documents that are asked for in one message: few, and of few bytes unless it is one."""
+    group: list[Document | BadRow] = []
+    size = 0
+    for document in documents:
+        if group and (len(group) == _GROUP_DOCUMENTS or size + len(document.utf8) > _GROUP_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(document)
+        size += len(document.utf8)
+    if group:
+        yield group
 
 
 def join_rendered(chats: Sequence[RenderedChat], token_num_bytes: NDArray[np.int32]) -> EncodedDocuments:

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from genesis.base.errors import blaming
+from genesis.base.errors import UserError, blaming
 from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, CONFIG_NAME, DATA_SUFFIXES, read_json
 from genesis.huggingface.mxfp4 import is_mxfp4, join_mxfp4
 from genesis.huggingface.shape import is_scoring
@@ -68,7 +68,10 @@ def load_model(directory: Path, auto: Any = None) -> tuple[Any, dict[str, Any]]:
             if is_scoring(content):
                 auto, options["num_labels"] = AutoModelForSequenceClassification, 1  # `read_shape` reads no others
         closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True} | options
-        model, report = auto.from_pretrained(data, dtype=torch.float32, output_loading_info=True, **closed)
+        try:
+            model, report = auto.from_pretrained(data, dtype=torch.float32, output_loading_info=True, **closed)
+        except ImportError as error:  # of a package that a configuration asks for
+            raise UserError(f"transformers cannot open {directory} ({error}): correct its {CONFIG_NAME}") from None
     return model, report
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from genesis.base.errors import UserError, blaming_directory, printable
+from genesis.base.errors import UserError, blaming_directory, numbered, printable
 from genesis_callbacks.base.hashing import hash_file
-from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.json_text import MAX_LIST, find_longest_list, load_json
 from genesis_callbacks.base.untrusted import check_file, path_below, read_file
 
 reads_directory = blaming_directory("download the model again, or correct its files")
@@ -143,4 +143,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold a JSON object")
+    longest = find_longest_list(content)  # a library copies them again and again
+    if longest > MAX_LIST:
+        raise UserError(
+            f"{path} has a list of {numbered(longest, 'values')}; at most {MAX_LIST:,} are read: correct it"
+        )
     return content

@@ -322,8 +322,9 @@ def _compile(grammar: str, facts: Facts, field: str | None) -> TokenGrammar:
 def _read(job: Job) -> CompletionRequest:
     if isinstance(job.asked, CompletionRequest):
         return job.asked
-    parse: Callable[[bytes, int], CompletionRequest] = parse_chat if job.is_chat else parse_completion
-    return (parse_score if job.is_score else parse)(job.asked, job.max_texts)
+    if job.is_score:
+        return parse_score(job.asked)
+    return (parse_chat if job.is_chat else parse_completion)(job.asked, job.max_texts)
 
 
 # ---- in the process

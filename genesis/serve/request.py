@@ -14,6 +14,9 @@ from genesis.serve.fields import Fields, FieldTable, parse_object, refuse, show
 DEFAULT_NEW_TOKENS = 16
 """The default of OpenAI's API."""
 MAX_TOP_LOGPROBS = 5
+_MAX_SCORED_TEXTS = 256
+_MAX_SCORED_CHARS = 1 << 22
+"""With the question of each answer; one question may stand for all answers."""
 _MAX_STOPS = 4
 _MAX_BIASES = 1024
 _MAX_BIAS = 100.0
@@ -156,8 +159,8 @@ class CompletionRequest:
 
     @property
     def num_texts(self) -> int:
-        """The number of texts to generate."""
-        return self.num_prompts * self.num_choices
+        """The number of texts that a model works on together; those that are scored follow one another."""
+        return 1 if self.is_score else self.num_prompts * self.num_choices
 
 
 def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
@@ -254,12 +257,8 @@ def parse_chat(body: bytes, max_texts: int) -> CompletionRequest:
     )
 
 
-def parse_score(body: bytes, max_texts: int) -> CompletionRequest:
+def parse_score(body: bytes) -> CompletionRequest:
     """Returns the request in the body of `POST /v1/score`: a conversation, or questions and answers.
-
-    Args:
-        body: JSON.
-        max_texts: The largest allowed number of texts.
 
     Raises:
         ApiError: The body is not JSON, or a field is unknown, of a wrong type, or not supported.
@@ -279,7 +278,7 @@ def parse_score(body: bytes, max_texts: int) -> CompletionRequest:
     else:
         conversations = [
             ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-            for question, answer in _read_text_pairs(fields, max_texts)
+            for question, answer in _read_text_pairs(fields)
         ]
     variables = _read_variables(fields)
     return CompletionRequest(
@@ -310,20 +309,27 @@ def parse_load(body: bytes) -> tuple[str, str]:
     return fields.required_text("path"), fields.required_text("digest")
 
 
-def _read_text_pairs(fields: Fields, max_texts: int) -> list[tuple[str, str]]:
+def _read_text_pairs(fields: Fields) -> list[tuple[str, str]]:
     """Returns questions with their answers: one question to each answer, or one for all of them."""
     found: dict[str, list[str]] = {}
     for name in ("text_1", "text_2"):
         value = fields.value(name)
         texts = [value] if isinstance(value, str) else value
-        if isinstance(texts, list) and len(texts) > max_texts:
-            refuse(name, f"has {numbered(len(texts), 'texts')}: send at most {max_texts} in a request")
+        if isinstance(texts, list) and len(texts) > _MAX_SCORED_TEXTS:
+            refuse(name, f"has {numbered(len(texts), 'texts')}: send at most {_MAX_SCORED_TEXTS} in a request")
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             refuse(name, f"is {show(value)}: it must be a text, or a list of texts")
         if not all(map(_is_unicode, texts)):
             refuse(name, "contains a lone surrogate, which is not a character")
         found[name] = texts
     questions, answers = found.values()
+    num_chars = sum(map(len, answers)) + sum(map(len, questions)) * (len(answers) if len(questions) == 1 else 1)
+    if num_chars > _MAX_SCORED_CHARS:
+        refuse(
+            "text_2",
+            f"has, with the question of each answer, {numbered(num_chars, 'characters')}: send at most "
+            f"{_MAX_SCORED_CHARS:,} in a request",
+        )
     if len(questions) == 1:
         questions = questions * len(answers)
     if len(questions) != len(answers):

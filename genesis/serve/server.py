@@ -31,9 +31,8 @@ from genesis.serve.scoring import Scoring, check_can_answer
 _SEND_BUFFER_BYTES: Final = 2**16
 """Size of the kernel's send buffer, which bounds the unsent data of a client that has stopped reading."""
 _SHUTDOWN_SECONDS: Final = 5.0
-_LINGER_SECONDS: Final = 2.0
-"""How long the rest of a body is read after an answer that did not need it, so that the client reads the answer."""
 _BODY_SECONDS: Final = 10.0
+"""Also how long the rest of a body is read after an answer that did not need it: some clients read it only then."""
 _LEAST_BYTES_PER_SECOND: Final = 2**15
 """A body has ten seconds, and a second more for each so many bytes that have come."""
 _CROWDED_WRITE_SECONDS: Final = 1.0
@@ -106,18 +105,19 @@ class Server:
         try:
             return await handler(request)
         except UserError as error:
-            return _answer(self._tell(error))
+            return _answer(self._tell(error), request)
         except web.HTTPException as error:
-            return _answer(_translate(error, request))
+            return _answer(_translate(error, request), request)
         except TimeoutError:
-            return _answer(self._timed_out())
+            return _answer(self._timed_out(), request)
         except ConnectionError:  # the client has disconnected, so that nobody would read a response
             raise
         except MemoryError:
-            return _answer(out_of_memory())
+            return _answer(out_of_memory(), request)
         except Exception:
             _log.exception("a request failed")
-            return _answer(ApiError("internal error; see the server's log", status=500, code="server_failed"))
+            internal = ApiError("internal error; see the server's log", status=500, code="server_failed")
+            return _answer(internal, request)
 
     @web.middleware
     async def _check(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -310,7 +310,7 @@ async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
         auto_decompress=False,
         logger=logger,
         keepalive_timeout=KEEPALIVE_SECONDS,
-        lingering_time=_LINGER_SECONDS,
+        lingering_time=_BODY_SECONDS,
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()
@@ -377,11 +377,13 @@ def _read_page() -> dict[str, tuple[bytes, str]]:
     return {file.name: (file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]) for file in files}
 
 
-def _answer(error: ApiError) -> web.Response:
+def _answer(error: ApiError, request: web.Request) -> web.Response:
     response = web.json_response(error.body(), status=error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
         response.force_close()  # further requests that a stranger has sent at once are not looked at
+    if not request.content.is_eof():  # the client must not send its next request behind the rest of this body
+        response.force_close()
     if error.retry_after_seconds is not None:
         response.headers["Retry-After"] = str(error.retry_after_seconds)
     elif error.status >= 500:

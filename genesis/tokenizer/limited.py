@@ -63,9 +63,13 @@ class TextSearch:
         for part in self._cut(text):
             of_part, places = self._call(_encode_with_offsets, len(part), part)
             ids.append(of_part)
-            offsets.append(places + np.int32(start))
+            offsets.append(places + np.int32(start) if start else places)
             start += len(part)
-        return np.concatenate(ids), np.concatenate(offsets)
+        if len(ids) == 1:
+            return ids[0], offsets[0]
+        joined = np.concatenate(ids)
+        ids.clear()  # before the places of all tokens are twice in memory
+        return joined, np.concatenate(offsets)
 
     def _cut(self, text: str) -> list[str]:
         parts, start = [], 0

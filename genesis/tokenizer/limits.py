@@ -113,9 +113,12 @@ def check_charsmap(charsmap: bytes) -> int:
     The normaliser is a trie after its size, then texts that end with a zero byte.
 
     Raises:
-        UserError: One character stands for a long text.
+        UserError: The trie has another size than it claims, or one character stands for a long text.
     """
-    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+    num_bytes = int.from_bytes(charsmap[:4], "little")
+    if charsmap and num_bytes > len(charsmap) - 4:
+        raise UserError(f"its normaliser claims {num_bytes:,} bytes and has {max(0, len(charsmap) - 4):,}")
+    texts = charsmap[4 + num_bytes :]
     longest = max(map(len, texts.split(b"\0")), default=0)
     if longest > _MAX_CHARSMAP_BYTES:
         raise UserError(

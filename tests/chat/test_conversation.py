@@ -213,3 +213,8 @@ def test_a_form_that_is_named_is_not_detected() -> None:
         read_conversation({"prompt": "a", "completion": "b"}, "messages")
     with pytest.raises(ConversationError, match="turn 1 has no `from`"):
         read_conversation({"messages": [QUESTION]}, "sharegpt")
+
+
+def test_a_conversation_of_too_many_turns_is_refused_by_their_number() -> None:
+    with pytest.raises(ConversationError, match=r"has 65,538 turns: at most 65,536 are read; divide it"):
+        read_conversation({"messages": [QUESTION, ANSWER] * 32_769})

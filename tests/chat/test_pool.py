@@ -108,6 +108,30 @@ def test_a_long_conversation_has_more_time_memory_and_text(monkeypatch: pytest.M
     assert ChatTemplate("{{ messages[0].content * 3 }}", "long").render(messages) == "\u00e9" * 15_000_000
 
 
+def test_requests_of_one_message_have_the_answers_and_the_limits_that_each_has_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A longer text than those of a message may be is asked for by itself, with the length that its own size allows."""
+    monkeypatch.setattr(pool, "MAX_CHARS", 10_000)
+    template = ChatTemplate("{% if messages[0].role == 'evil' %}{{ 'y' * 10**6 }}{% endif %}" + SOUND, "mixed")
+
+    def work(role: str, content: str) -> pool.Steps[str]:
+        laid_out = yield from template.lay_out(
+            [{"role": role, "content": content}], None, {}, has_spans=False, is_by_turn=False
+        )
+        return laid_out.text
+
+    def refused(role: str, content: str) -> pool.Steps[str]:
+        try:
+            return (yield from work(role, content))
+        except EndlessTemplateError as error:
+            return str(error)
+
+    found = pool.run_steps([work("user", "a"), refused("evil", "b"), work("user", "c" * 20_000), work("user", "d")])
+    assert (found[0], found[2], found[3]) == ("a", "c" * 20_000, "d")
+    assert re.fullmatch(r"the chat template mixed writes more than [0-9,]+ characters; simplify it", found[1])
+
+
 def test_sound_requests_are_answered_beside_an_endless_one() -> None:
     endless, sound = ChatTemplate(ENDLESS, "endless"), ChatTemplate(SOUND, "sound")
     with ThreadPoolExecutor(1) as threads:

@@ -14,6 +14,7 @@ import pytest
 from genesis.base.errors import UserError
 from genesis.chat.learned import build_prompt_form, find_stop_ids
 from genesis.chat.options import ChatOptions
+from genesis.chat.pool import run_steps
 from genesis.chat.proof import check_marks, prove_template
 from genesis.chat.render import open_renderer
 from genesis.chat.template import ChatTemplate, ConversationError, write_defaults
@@ -77,7 +78,7 @@ def test_marks_begin_after_the_prompts_and_texts_are_the_recorded_ones(name: str
     shown = {}
     for case, (messages, tools) in CONVERSATIONS.items():
         try:
-            laid_out = template.lay_out(messages, tools, TOKENS, has_spans=True, is_by_turn=True)
+            (laid_out,) = run_steps([template.lay_out(messages, tools, TOKENS, has_spans=True, is_by_turn=True)])
         except ConversationError:
             continue
         text = laid_out.text
@@ -128,7 +129,7 @@ def test_each_turn_is_what_the_model_s_own_template_writes_for_a_last_turn(name:
             for message in messages
         ]
         try:
-            text, spans, _ = found.lay_out(given, tools, TOKENS, has_spans=True, is_by_turn=True)
+            ((text, spans, _),) = run_steps([found.lay_out(given, tools, TOKENS, has_spans=True, is_by_turn=True)])
         except ConversationError:
             continue
         numbers = (number for number, message in enumerate(given) if message["role"] == "assistant")

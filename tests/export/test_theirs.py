@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.export.theirs import load_model, load_tokenizer
 from genesis.huggingface.directory import describe_code
 from tests.planted import plant_code
@@ -47,3 +48,16 @@ def test_classes_of_a_classifier_take_no_memory(exported: Path, tmp_path: Path) 
     (directory / "config.json").write_text(json.dumps(config | {"num_labels": 200_000_000}))
     model, _ = load_model(directory)
     assert len(model.config.id2label) < 10
+
+
+def test_a_package_that_a_configuration_asks_for_is_named_in_one_line(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(exported, directory)
+    config = json.loads((directory / "config.json").read_text())
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    monkeypatch.setattr("transformers.quantizers.quantizer_bnb_4bit.is_accelerate_available", lambda *_: False)
+    with pytest.raises(UserError, match=r"transformers cannot open .*model \(.*accelerate.*\): correct its config"):
+        load_model(directory)

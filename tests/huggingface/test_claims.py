@@ -103,3 +103,11 @@ def test_a_value_that_is_not_finite_is_found_in_the_last_piece(tmp_path: Path, m
     monkeypatch.setattr(weights, "_PIECE_VALUES", 100)
     with pytest.raises(UserError, match=f"{EMBEDDING} has values that are NaN or infinite"):
         read_state(tmp_path)
+
+
+def test_a_list_beyond_any_configuration_is_refused_before_a_library_reads_it(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [[1] * 70_000]}))
+    with pytest.raises(UserError, match=r"config.json has a list of 70,000 values; at most 65,536 are read"):
+        read_shape(tmp_path)

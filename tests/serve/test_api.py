@@ -1,6 +1,9 @@
 """OpenAI's own client against the server."""
 
 import asyncio
+import contextlib
+import http.client
+import json
 import math
 
 import httpx
@@ -11,7 +14,7 @@ from genesis.generate.load import load_decoder
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from tests.serve.conftest import DAMAGED
-from tests.serve.support import alone
+from tests.serve.support import DEADLINE_SECONDS, alone
 
 MODEL = "step-00000003"
 GREEDY = {"model": MODEL, "temperature": 0.0}
@@ -206,3 +209,17 @@ def test_other_paths_methods_types_and_sizes_are_refused_in_openais_form(server)
         assert answer.headers["Server"] == "genesis"
     assert answers[413].json()["error"]["param"] == "prompt"
     assert rebound.status_code == 403
+
+
+@pytest.mark.parametrize(("num_bytes", "kind", "status"), [(5_000_000, "json", 413), (9, "json", 400), (9, "xml", 415)])
+def test_an_answer_before_the_end_of_a_body_is_the_last_one_of_its_connection(server, num_bytes, kind, status):
+    """A client that sent its next request behind the rest of the body would lose it when the connection ends."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_SECONDS)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Type", f"application/{kind}")
+        connection.putheader("Content-Length", str(num_bytes))
+        connection.endheaders(b"{" * num_bytes if status == 400 else None)
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["Connection"] == "close") == (status, status != 400)
+        assert json.loads(answer.read())["error"]["message"]

@@ -1,6 +1,7 @@
 """`/v1/score`: the scores of a reward model, with the limits of the other routes, and what is refused."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from genesis.chat.render import open_renderer
 from genesis.generate.load import Loaded, load_decoder
 from genesis.model.scores import score_text
 from genesis.serve.catalogue import Catalogue
+from genesis.serve.errors import ApiError
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
+from genesis.serve.request import parse_score
 from genesis.serve.server import Server, answering, bind
 from tests.serve.support import Running, start
 from tests.tiny_runs import build_decoder, save
@@ -105,8 +108,8 @@ GOOD = {"model": "latest", "text_1": QUESTION, "text_2": "Yes."}
         ({"text_2": ["a", 3]}, "text_2", "must be a text, or a list of texts"),
         ({"text_1": ["a", "b", "c"], "text_2": ["a", "b"]}, "text_1", "has 3 texts, and text_2 has 2"),
         ({"text_2": "\ud800"}, "text_2", "lone surrogate"),
-        ({"text_2": ["a"] * 17}, "text_2", "has 17 texts: send at most 16 in a request"),
-        ({"text_1": [3] * 17}, "text_1", "has 17 texts: send at most 16 in a request"),  # before a text is looked at
+        ({"text_2": ["a"] * 257}, "text_2", "has 257 texts: send at most 256 in a request"),
+        ({"text_1": [3] * 257}, "text_1", "has 257 texts: send at most 256 in a request"),  # before a text is looked at
         ({"text_2": "long " * 300}, "text_2", "text_2 has"),
         ({"text_2": ["a", "long " * 300]}, "text_2", "text_2[1] with its question has"),
         ({"text_2": ["a", "long " * 300]}, "text_2", "more than the model's context of 256 tokens: shorten it"),
@@ -139,7 +142,7 @@ def test_a_reward_model_writes_nothing_and_another_model_scores_nothing(scorer: 
     assert (status, answer["error"]["code"]) == (400, "no_reward_model")
 
 
-def test_a_diverged_reward_model_and_a_full_queue_are_errors(scorer: Path) -> None:
+def test_a_diverged_reward_model_is_an_error(scorer: Path) -> None:
     def break_after_load(entry: Any) -> Loaded:
         loaded = load_decoder(entry.path, allows_scores=True)
         with torch.no_grad():
@@ -149,10 +152,21 @@ def test_a_diverged_reward_model_and_a_full_queue_are_errors(scorer: Path) -> No
 
     ((status, answer, _),) = ask(scorer, GOOD, load=break_after_load)
     assert (status, answer["error"]["code"]) == (500, "model_diverged")
-    crowd = {**GOOD, "text_2": ["a", "b"]}
-    ((status, answer, _),) = ask(scorer, crowd, limits=Limits(max_concurrent=2, max_queue=0))
+
+
+def test_one_question_to_many_answers_counts_for_each() -> None:
+    body = json.dumps({**GOOD, "text_1": "a" * 50_000, "text_2": ["a"] * 100})
+    with pytest.raises(ApiError, match="5,000,100 characters: send at most 4,194,304 in a request"):
+        parse_score(body.encode())
+
+
+def test_the_number_of_texts_does_not_follow_how_many_a_model_continues(scorer: Path) -> None:
+    crowd = {**GOOD, "text_2": [*ANSWERS] * 32}
+    ((status, answer, _),) = ask(scorer, crowd, limits=Limits(max_concurrent=1, max_queue=0))
     assert status == 200
-    assert len(answer["data"]) == 2
+    scores = [one["score"] for one in answer["data"]]
+    assert len(scores) == 64
+    assert scores == scores[:2] * 32
 
 
 @pytest.mark.slow

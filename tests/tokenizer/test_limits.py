@@ -181,6 +181,8 @@ def test_a_sentencepiece_model_whose_characters_grow_is_refused() -> None:
     check_charsmap(b"")
     with pytest.raises(UserError, match="makes 1,000,000 bytes of a character"):
         check_charsmap(trie + b"a" * 1_000_000 + b"\0")
+    with pytest.raises(UserError, match="claims 4,294,967,295 bytes and has 4"):  # which the library would allocate
+        check_charsmap(b"\xff" * 8)
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}

@@ -82,7 +82,7 @@ def make_mask(
     that `mask_function` is the rule of a single document in every model.
     """
     documents = _documents.get()
-    if _is_plain(mask_function, local_size, use_vmap):
+    if _is_plain(mask_function, local_size, kv_length, use_vmap):
         window = None if mask_function is causal_mask_function else local_size
         return DocumentMask(documents.offsets, window, None)
 
@@ -100,15 +100,23 @@ def make_mask(
     return DocumentMask(None, None, dense)
 
 
-def _is_plain(rule: Callable[..., Any], window: int | None, use_vmap: bool) -> bool:
-    """Returns whether a rule is causal, or a window of this size: chunks, for one, are given by a size, too."""
+def _is_plain(rule: Callable[..., Any], window: int | None, length: int, use_vmap: bool) -> bool:
+    """Returns whether a rule is causal, or a window of this size: chunks, for one, are given by a size, too.
+
+    Args:
+        rule: The rule.
+        window: The size.
+        length: The length of the row; a size that a file claims may be any number.
+        use_vmap: Whether the rule takes one token at a time.
+    """
     if rule is causal_mask_function:
         return True
     if use_vmap or window is None:
         return False
     # The rule itself is asked, on the host: about some tokens before and behind the ends of windows and chunks.
-    query = torch.tensor([0, window - 1, window, window + 1, 2 * window, 3 * window]).view(1, 1, -1, 1)
-    key = torch.arange(3 * window + 1).view(1, 1, 1, -1)
+    size = min(window, length)
+    query = torch.tensor([0, size - 1, size, size + 1, 2 * size, 3 * size]).view(1, 1, -1, 1)
+    key = torch.arange(3 * size + 1).view(1, 1, 1, -1)
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     return bool((rule(zero, zero, query, key) == ((key <= query) & (key > query - window))).all())
 

@@ -22,8 +22,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
+from transformers.utils import logging
 
-from genesis.base.errors import UserError, blaming
+from genesis.base.errors import UserError, blaming, numbered
 from genesis.model.attend.metadata import document_offsets as find_offsets
 from genesis.model.attend.metadata import document_positions
 from genesis.model.foreign.attention import NAME, Documents, attending_to
@@ -31,6 +32,10 @@ from genesis.model.foreign.config import TransformersConfig
 from genesis.model.foreign.proof import Subject, prove
 from genesis.model.language_model import BodyShape, LanguageModel, project
 from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup, Statistics
+from genesis_callbacks.base.json_text import MAX_LIST, find_longest_list
+
+# A warning quotes what a configuration has, once for each time that it is read; the proofs find what counts.
+logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers'
 
 T = TypeVar("T")
 
@@ -95,6 +100,10 @@ def _check_counts(content: Any, where: str) -> None:
     if not isinstance(content, Mapping):
         return
     for key, value in content.items():
+        if (longest := find_longest_list(value)) > MAX_LIST:
+            raise UserError(
+                f"{where}: {key} has {numbered(longest, 'values')}; at most {MAX_LIST:,} are read: correct it"
+            )
         most = next((most for names, most in _MOST.items() if names.search(str(key))), None)
         if type(value) is int and most is not None and value > most:
             raise UserError(f"{where}: {key} is {str(value)[:20]}; at most {most:,} are read: correct it")

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from genesis.base.errors import UserError
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder, build_model
+from genesis.model.foreign.attention import Documents, attending_to, make_mask
 from genesis.model.foreign.config import TransformersConfig
 from genesis.model.foreign.decoder import find_shape, own_logits
 from genesis.model.language_model import BodyShape
@@ -267,3 +269,17 @@ def test_buffers_that_checkpoints_have_stay_in_their_own_type() -> None:
     (name,) = (name for name in model.state_dict() if name.endswith("e_score_correction_bias"))
     assert name in model.list_float32()
     assert model.to(torch.bfloat16).state_dict()[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("window", [2, 5, 2**50])
+def test_a_window_of_any_size_is_looked_at_within_the_row(window: int) -> None:
+    """A configuration may claim any window; its rule is asked about no more tokens than three times the row."""
+    ids, offsets = torch.zeros(1, 5, dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    with attending_to(Documents(ids, torch.arange(5)[None], offsets)):
+        rules = (
+            sliding_window_causal_mask_function(window),
+            chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int64)),
+        )
+        slid, cut = (make_mask(1, 5, 5, mask_function=rule, local_size=window) for rule in rules)
+    assert (slid.window, slid.dense) == (window, None)
+    assert (cut.dense is None) == (window > 3 * 5)

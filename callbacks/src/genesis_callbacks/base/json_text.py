@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-__all__ = ["RepeatedKeyError", "load_json"]
+__all__ = ["MAX_LIST", "RepeatedKeyError", "find_longest_list", "load_json"]
 
 MAX_COUNT: Final = 1 << 62
 MAX_ENTRIES: Final = 24
+MAX_LIST: Final = 1 << 16
+"""The most values of a list in a model's configuration: of layers, of factors, of ids."""
 
 
 class RepeatedKeyError(ValueError):
@@ -46,6 +48,17 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         raise RepeatedKeyError(next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1))
     return content
+
+
+def find_longest_list(value: Any) -> int:
+    """Returns the number of values in the longest list of a value of JSON, at any depth; 0 without a list."""
+    longest, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            longest = max(longest, len(one))
+        waiting.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+    return longest
 
 
 def read_count(value: Any) -> int:
