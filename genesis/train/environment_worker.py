@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from genesis.base.processes import serve_pipe
 from genesis.train.reward_worker import Fault, check_number, describe_error, load_function, prepare_process, spell_value
+from genesis_callbacks.base.json_text import load_json
 
 _ROLES: Final = ("system", "user", "tool")
 
@@ -105,7 +106,7 @@ def _read_messages(given: Any) -> list[dict[str, Any]] | Fault:
 def _make_plain(value: Any) -> Any:
     """Returns a value as JSON has it; None if it is no JSON. The other process has no classes of the user."""
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
+        return load_json(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         return None
 

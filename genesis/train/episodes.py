@@ -236,7 +236,7 @@ class Episodes:
         if len(ids) >= (longest := self._data.options.seq_len):
             raise UserError(
                 f"{prompt.place}: the prompt has {numbered(len(ids), 'tokens')} with what the environment "
-                f"{self._name} adds, and data.seq_len {longest:,} leaves no room for an answer; raise it"
+                f"{self._name} adds, and data.seq_len is {longest:,}, so that no answer fits; raise it"
             )
         return ids
 

@@ -68,6 +68,7 @@ def train(
 ) -> dict[str, Any]:
     rollouts = RolloutOptions("openai", url, max_lag=lag, retry_seconds=retry_seconds)
     prompts = options.pop("prompts", {}) | {"rollouts": rollouts}
+    os.environ[KEY_VARIABLE] = TOKEN  # in a process of ranks, which may have begun before this test
     return answer(directory, case, *arguments, prompts=prompts, **options)
 
 
