@@ -34,6 +34,7 @@ def plan_answers(recipe: ResolvedRecipe) -> dict[str, Any]:
         "data.prompts.steps_per_rollout": 1,
         "data.prompts.max_resamples": 0,
         "trainer.max_steps": 1,
+        "schedule.warmup_updates": 0,
         "checkpoint.every_n_steps": None,
         "checkpoint.save_at_end": False,
     }
