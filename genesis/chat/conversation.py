@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Final, Literal
 
+from genesis.base.errors import numbered
 from genesis.chat.marks import RECORD_MARKS, WEIGHT, apply_record_marks, read_turn_mark, refuse_part_marks
 from genesis.chat.template import ConversationError, Message
 from genesis_callbacks.base.json_text import load_json
@@ -188,7 +189,7 @@ def normalize_messages(messages: Iterable[Any], *, has_empty_turns: bool = False
     given = list(messages)
     if len(given) > _MAX_TURNS:
         raise ConversationError(
-            f"the conversation has {len(given):,} turns: at most {_MAX_TURNS:,} are read; divide it"
+            f"the conversation has {numbered(len(given), 'turns')}: at most {_MAX_TURNS:,} are read; divide it"
         )
     normal = [_normalize(message, number) for number, message in enumerate(given, 1)]
     for number, message in enumerate(normal, 1):

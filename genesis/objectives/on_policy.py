@@ -38,7 +38,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from genesis.base.errors import UserError, check_is_named
+from genesis.base.errors import UserError, check_is_named, numbered
 from genesis.data.window import MicroBatch
 from genesis.model.language_model import LanguageModel
 from genesis.objectives.distillation import TEACHER, find_fitting
@@ -200,7 +200,7 @@ class OnPolicyDistillation(GRPO):
         num_rows = len(decoder.output_weight)
         if teacher.num_rows < num_rows:
             raise UserError(
-                f"the teacher has {teacher.num_rows:,} rows in its vocabulary, fewer than the student's {num_rows:,}, "
+                f"the teacher has {numbered(teacher.num_rows, 'rows')} in its vocabulary, fewer than the student's {num_rows:,}, "
                 "which may write all of its own: give a teacher with at least as many"
             )
         if self.is_exact:

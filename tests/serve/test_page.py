@@ -317,9 +317,8 @@ def test_enter_sends_with_the_system_instructions_and_the_answer_stays_in_view_a
         assert status == 200, answer
         content = answer["choices"][0]["message"]["content"]
         expect(panel(page, "a").locator(".turn").last).to_have_text(content, use_inner_text=False)
-        bottom = page.evaluate("innerHeight + scrollY - document.documentElement.scrollHeight")
         assert page.evaluate("document.documentElement.scrollHeight > innerHeight")
-        assert bottom > -40
+        page.wait_for_function("innerHeight + scrollY - document.documentElement.scrollHeight > -40")
         expect(box).to_be_in_viewport()
         panel(page, "a").get_by_role("button", name="Copy").click()
         expect(panel(page, "a").get_by_role("button", name="Copied")).to_be_visible()
