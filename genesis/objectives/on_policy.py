@@ -200,8 +200,8 @@ class OnPolicyDistillation(GRPO):
         num_rows = len(decoder.output_weight)
         if teacher.num_rows < num_rows:
             raise UserError(
-                f"the teacher has {numbered(teacher.num_rows, 'rows')} in its vocabulary, fewer than the student's {num_rows:,}, "
-                "which may write all of its own: give a teacher with at least as many"
+                f"the teacher has {numbered(teacher.num_rows, 'rows')} in its vocabulary, fewer than the student's "
+                f"{num_rows:,}, which may write all of its own: give a teacher with at least as many"
             )
         if self.is_exact:
             found = {HIDDEN: teacher.run(micro_batch, lambda hidden, _: hidden)}
