@@ -109,7 +109,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="KIND",
         help="measure the devices of a kind (cpu, cuda, xpu ...) instead; see genesis doctor --device --help",
     )
-    options = parser.parse_args(own)
+    options, unknown = parser.parse_known_args(own)
+    if unknown:
+        raise UserError(f"genesis doctor has no option {unknown[0]}; options of `genesis fit` go behind `--`")
     if extra and not options.config:
         raise UserError(f"{extra[0]} changes a recipe: give one by --config")
     if options.json is not None and options.json.exists() and not options.json.is_file():

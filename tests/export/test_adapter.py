@@ -17,6 +17,7 @@ from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import prove_environment
 from genesis.generate.load import load_decoder
+from genesis.huggingface import adapter_config
 from genesis.huggingface.peft import FINGERPRINT, WEIGHTS_NAME
 from genesis.huggingface.shape import name_part
 from genesis.model.adapter import AdapterConfig
@@ -220,9 +221,9 @@ def test_training_starts_from_adapters_in_pefts_format_and_refuses_those_that_do
 def test_a_proof_that_fails_leaves_no_export(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = adapt(tmp_path, base, **LORA)
     monkeypatch.setattr("genesis.export.adapter.fingerprint", lambda *_: "x")
-    original = export_adapter.__globals__["build_adapter_config"]
-    monkeypatch.setitem(
-        export_adapter.__globals__,
+    original = adapter_config.build_adapter_config
+    monkeypatch.setattr(
+        adapter_config,
         "build_adapter_config",
         lambda *a, **k: original(*a, **k) | {"r": 4, "lora_alpha": 60},
     )

@@ -294,7 +294,7 @@ def test_many_targets_for_many_blocks_take_no_longer_than_both_together(tmp_path
     prefix = "base_model.model.model.layers"
     names = [f"{prefix}.{number}.mlp.experts.lora_{part}.weight" for number in range(20_000) for part in "AB"]
     save_file({name: torch.empty(0) for name in names}, tmp_path / WEIGHTS_NAME)
-    targets = [*(f"layers.{number}.mlp.experts.down_proj" for number in range(0, 20_000, 2)), *map(str, range(200_000))]
+    targets = [*(f"layers.{number}.mlp.experts.down_proj" for number in range(0, 20_000, 2)), *map(str, range(50_000))]
     (tmp_path / CONFIG_NAME).write_text(json.dumps({"peft_type": "LORA", "target_parameters": targets}))
     found = read_peft_config(tmp_path, MIXTRAL).include_experts
     assert len(found) == 10_000

@@ -62,6 +62,8 @@ def read_config(content: Mapping[str, Any]) -> Any:
     Raises:
         UserError: transformers has no such causal model, or one whose language model cannot be trained alone.
     """
+    # A warning quotes what a configuration has, once for each time that it is read; the proofs find what counts.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers'
     given = dict(content)
     kind = given.pop("model_type")
     _check_counts(content, f"config.json of {kind}")
