@@ -316,7 +316,10 @@ class PromptData:
 
     def state(self) -> dict[str, Any]:
         """Returns the position, the order, and this rank's answers that are not trained yet."""
-        served = {"served": {str(update): name for update, name in self.served.items()}} if self.served else {}
+        served: dict[str, Any] = {}
+        if self.served:
+            served["served"] = {str(update): name for update, name in self.served.items()}
+            served["served_batch_size"] = self.options.global_batch_size
         return {**self.cursor.state(), "prompts": True, "groups": pack_groups(self.groups), **served}
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
@@ -326,8 +329,14 @@ class PromptData:
                 "the checkpoint was not trained on prompts, so that its position has no meaning here; start a new run "
                 "from its weights (--checkpoint.restore weights)"
             )
+        is_remote, size = self.prompt_options.writer.is_remote, self.options.global_batch_size
+        if is_remote and (before := state.get("served_batch_size", size)) != size:
+            raise UserError(
+                f"data.global_batch_size is {size}, and the checkpoint's rollouts by a server are counted in batches "
+                f"of {before}: leave it, or start a new run from the weights (--checkpoint.restore weights)"
+            )
         note, self.groups = self.cursor.load_state(state), unpack_groups(state["groups"])
-        self.served = {int(update): name for update, name in state.get("served", {}).items()}
+        self.served = {int(update): name for update, name in state.get("served", {}).items()} if is_remote else {}
         wanted = self.prompt_options.group_size, len(self.prompt_options.all_rewards)
         shapes = {group.single_rewards.shape for group in self.groups.values()}
         has_episodes = self.prompt_options.environment is not None

@@ -29,9 +29,9 @@ class RolloutOptions:
         reload_every: Rollouts by the same weights.
         max_ratio: The bound of the ratio between the trainer's and the server's probability of a token, by which the
             loss is corrected.
-        num_concurrent: Requests of a rank at a time.
-        request_seconds: How long the server may take for an answer, or to load weights.
-        retry_seconds: How long a server that cannot be reached, or is busy, is asked again.
+        num_concurrent: Requests of a rank at a time, of all rollouts.
+        request_seconds: How long the server may take for an answer, or to load weights, and may be full.
+        retry_seconds: How long a server that cannot be reached, or fails, is asked again.
     """
 
     by: Literal["local", "openai"] = "local"

@@ -41,11 +41,16 @@ _CHUNK_BYTES: Final = 1 << 16
 _MAX_SHOWN: Final = 200
 _FIRST_PAUSE_SECONDS: Final = 0.2
 _MAX_PAUSE_SECONDS: Final = 5.0
-_BUSY: Final = (408, 425, 429)
+_MAX_WAIT_SECONDS: Final = 60.0
+"""The longest pause that a server may ask for."""
+_FULL: Final = (425, 429)
+_TIMED_OUT: Final = 408
 _MAX_LOADS: Final = 3
 """How often a request may find that the server does not know the weights, which are then loaded again."""
 _SMALL_SEEDS: Final = 1 << 31
 """Seeds that llama.cpp and most servers take."""
+_MIN_LOG_PROB: Final = -1e4
+"""vLLM's stand-in for minus infinity is -9999."""
 _MAX_LOG_PROB: Final = 1e-3
 """Above 0 by the rounding of a server."""
 _RESUMES: Final = "a resume goes on from the last checkpoint, and asks for no answer again that it has"
@@ -79,9 +84,12 @@ class OpenAIClient:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._loaded: set[str] = set()
         self._turn = asyncio.Lock()
+        self._places = asyncio.Semaphore(options.num_concurrent)
+        # When a request had an answer for the last time, and when the server had any reason to be taken for well.
+        self._answered_seconds = self._alive_seconds = -math.inf
 
     async def ask(self, weights: Weights, requests: Sequence[Request], take: Callable[[int, Completion], None]) -> None:
-        """Gets the answers to requests, several at a time.
+        """Gets the answers to requests, several at a time, of all calls together.
 
         Args:
             weights: The weights that answer.
@@ -91,15 +99,15 @@ class OpenAIClient:
         Raises:
             RunEndedError: The server refuses, cannot be reached for too long, or gives what is no answer.
         """
-        places = asyncio.Semaphore(self._options.num_concurrent)
 
         async def answer(index: int, request: Request) -> None:
-            async with places:
+            async with self._places:
                 take(index, await self._answer(session, weights, request))
 
         limit = aiohttp.ClientTimeout(total=self._options.request_seconds)
-        # No proxy of the environment: the server is the user's own.
-        async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as session:
+        # No proxy of the environment: the server is the user's own. The number of connections is that of the places.
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector) as session:
             if requests and weights.name not in self._loaded:
                 await self._load(session, weights)
             tasks = [asyncio.ensure_future(answer(index, request)) for index, request in enumerate(requests)]
@@ -173,32 +181,51 @@ class OpenAIClient:
                 await self._post(session, "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], num_tokens: int = 0) -> Any:
-        """Returns the JSON of the answer to a request, which is repeated while the server is gone or busy."""
+        """Returns the JSON of the answer to a request, which is repeated while the server is gone or full.
+
+        A server that is full is well: its places are waited for as long as for an answer. Both limits count from the
+        last time that any request of this client had an answer.
+        """
         begin, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
         while True:
+            is_full, wanted_seconds = False, 0.0
             try:
                 async with session.post(self._url + path, json=body, allow_redirects=False) as response:
                     content = await self._receive(response, _PLAIN_BYTES + num_tokens * _TOKEN_BYTES)
                     status, is_final = response.status, response.headers.get("X-Should-Retry") == "false"
+                    wanted_seconds = _read_seconds(response.headers.get("Retry-After", ""))
             except TimeoutError:
                 problem = f"has not answered in {self._options.request_seconds:g} s"
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"cannot be reached ({type(error).__name__})"
             else:
                 if status == 200:
+                    self._answered_seconds = self._alive_seconds = time.monotonic()
                     return self._parse(content, path)
+                is_full = status in _FULL or (status == 503 and wanted_seconds > 0)
                 problem = f"answers {path} with status {status}: {_find_message(content)}"
-                if (status < 500 and status not in _BUSY) or is_final:
+                if (status < 500 and not is_full and status != _TIMED_OUT) or is_final:
                     kind = _LoadedError if "already been loaded" in problem else _RefusedError
                     remedy = f" (its key is in {KEY_VARIABLE})" if status in (401, 403) else ""
                     raise kind(f"the server {self._url} {problem}{remedy}; correct it: {_RESUMES}", status)
-            if time.monotonic() - begin > self._options.retry_seconds:
-                raise RunEndedError(
-                    f"the server {self._url} {problem}, for {self._options.retry_seconds:g} s "
-                    f"(data.prompts.rollouts.retry_seconds); start it again: {_RESUMES}"
-                )
-            await asyncio.sleep(pause)
+            self._check_patience(begin, problem, is_full=is_full)
+            await asyncio.sleep(max(pause, wanted_seconds))
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+
+    def _check_patience(self, begin: float, problem: str, *, is_full: bool) -> None:
+        """Ends the run when a server has been gone, or full, for too long since a request began."""
+        now = time.monotonic()
+        if is_full:
+            self._alive_seconds = now
+            name, remedy = "request_seconds", "lower num_concurrent, or let the server take more requests"
+        else:
+            name, remedy = "retry_seconds", "start it again"
+        limit = getattr(self._options, name)
+        if now - max(begin, self._answered_seconds if is_full else self._alive_seconds) > limit:
+            raise RunEndedError(
+                f"the server {self._url} {problem}, for {limit:g} s (data.prompts.rollouts.{name}); {remedy}: "
+                f"{_RESUMES}"
+            )
 
     async def _receive(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         content = bytearray()
@@ -288,7 +315,12 @@ def _find_count(content: Any) -> int | None:
 
 
 def _is_log_prob(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value <= _MAX_LOG_PROB
+    return type(value) in (int, float) and _MIN_LOG_PROB <= value <= _MAX_LOG_PROB
+
+
+def _read_seconds(header: str) -> float:
+    """Returns the seconds in `Retry-After`, up to a limit; 0 for none, or for a date."""
+    return min(float(header), _MAX_WAIT_SECONDS) if header.isdecimal() else 0.0
 
 
 def _find_message(content: bytes) -> str:

@@ -245,8 +245,9 @@ class Rollouts:
         self._write_samples(positions, {position: one.answers for position, one in written.items()})
 
     def _lacks_log_probs(self, group: Group) -> bool:
-        is_unscored = bool(np.isnan(group.old_log_probs).any())
-        return self._scores_answers and (is_unscored or (self._keeps_tokens and group.token_log_probs is None))
+        if np.isnan(group.old_log_probs).any():
+            return self._scores_answers
+        return self._keeps_tokens and group.token_log_probs is None
 
     def _add(self, single: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the weighted sum of the rewards of each answer."""
@@ -575,7 +576,7 @@ class Rollouts:
         if group.episodes is not None:
             counts = group.episodes.counts[row.number].tolist()
             figures |= {COUNT_OF + name: count for name, count in zip(EPISODE_COUNTS, counts, strict=True)}
-        if self._server is not None:
+        if self._server is not None and self._data.prompt_options.writer.reload != "none":
             figures[LAG] = self._server.count_lag(row.position)
         for name, ones in self._by_name(group.single_rewards):
             figures |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}

@@ -11,10 +11,12 @@ checkpoint. The digest is the hash of that list.
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,20 +31,24 @@ from genesis.huggingface.directory import (
     hash_listed,
 )
 from genesis.huggingface.family import Family, weave
+from genesis.huggingface.peft import BASE_FORMAT, FINGERPRINT, fingerprint, name_adapter_tensors_of_peft, to_peft
 from genesis.huggingface.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from genesis.huggingface.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
-from genesis.huggingface.peft import name_adapter_tensors_of_peft, to_peft
 from genesis.huggingface.shape import find_family, find_names, write_shape
+from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.adapter import EXTRA_TENSORS, AdapterConfig, is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.recipe import dump_decoder_config
+from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.files import replace_file, staged_file, sync_directory
 from genesis_callbacks.base.untrusted import read_file
+from genesis_callbacks.checkpoint import Manifest
 
 _STAGING: Final = ".writing"
+_REMOVED: Final = ".removed-"
+"""Begins the name of a directory that is no longer whole."""
 _DIGEST_SHOWN: Final = 32
 
 
@@ -60,8 +66,16 @@ class Texts(NamedTuple):
     template: Path | None
 
 
-def write_weights(root: Path, update: int, decoder: Decoder, adapter: AdapterConfig | None, texts: Texts) -> Weights:
-    """Writes the weights after an update, or finds that they are there. One rank calls it.
+def write_weights(
+    root: Path,
+    update: int,
+    decoder: Decoder,
+    adapter: AdapterConfig | None,
+    texts: Texts,
+    *,
+    base: Manifest | None = None,
+) -> Weights:
+    """Writes the weights after an update, in place of those that are there under the name. One rank calls it.
 
     Args:
         root: The directory of the weights of all updates.
@@ -69,6 +83,7 @@ def write_weights(root: Path, update: int, decoder: Decoder, adapter: AdapterCon
         decoder: The whole model.
         adapter: Its adapters, which are written alone; None for the whole model.
         texts: How it reads and ends texts.
+        base: The manifest of the adapters' base, which is named in their file so that no other base takes them.
 
     Raises:
         UserError: PEFT has no form for the adapters.
@@ -78,18 +93,17 @@ def write_weights(root: Path, update: int, decoder: Decoder, adapter: AdapterCon
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     config = decoder.config
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
+    state = decoder.state_dict()
     if adapter is None:
-        _write_model(staging, config, state, texts)
+        _write_model(staging, config, _copy(state), texts)
     else:
-        _write_adapter(staging, config, adapter, state)
+        _write_adapter(staging, config, adapter, state, base)
     _write_json(staging / PROOF_NAME, {"files": hash_files(staging)})
     digest = hash_listed(staging)
     weights = Weights(f"{update:010d}-{digest[:_DIGEST_SHOWN]}", digest)
-    if (root / weights.name).exists():  # of a step that a resumed run repeats
-        shutil.rmtree(staging)
-        return weights
     sync_directory(staging)
+    if (root / weights.name).exists():  # of a step that a resumed run repeats; its files may be damaged since
+        _remove(root / weights.name)
     staging.rename(root / weights.name)
     sync_directory(root)
     return weights
@@ -106,10 +120,26 @@ def read_update(name: str) -> int:
 
 
 def remove_weights(root: Path, before: int) -> None:
-    """Removes the weights of the updates before one."""
+    """Removes the weights of the updates before one, and what a killed process has left of a removal."""
+    for path in root.glob(f"{_REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
     for path in root.glob("[0-9]*-*"):
         if read_update(path.name) < before:
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # what stays costs space alone
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Removes weights, which lose their name before their files: weights with a name are whole."""
+    removed = path.with_name(_REMOVED + path.name)
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors on the host."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def _write_model(staging: Path, config: DecoderConfig, state: Mapping[str, Tensor], texts: Texts) -> None:
@@ -142,17 +172,32 @@ def name_as_family(family: Family, state: Mapping[str, Tensor]) -> dict[str, Ten
     }
 
 
-def _write_adapter(staging: Path, config: DecoderConfig, adapter: AdapterConfig, state: Mapping[str, Tensor]) -> None:
+def _write_adapter(
+    staging: Path,
+    config: DecoderConfig,
+    adapter: AdapterConfig,
+    state: Mapping[str, Tensor],
+    base: Manifest | None,
+) -> None:
     family, extras = find_names(config), {EXTRA_TENSORS[extra] for extra in adapter.also_train}
-    own = [name for name in state if is_adapter_tensor(name) or name in extras]
+    own = _copy({name: one for name, one in state.items() if is_adapter_tensor(name) or name in extras})
     named = name_adapter_tensors_of_peft(own, family).items()
     _write_json(staging / ADAPTER_CONFIG_NAME, describe_adapter(config, adapter))
-    _write_tensors(staging / ADAPTER_WEIGHTS_NAME, {name: to_peft(one, state[one], family) for one, name in named})
+    belongs = {}
+    if base is not None:
+        kept = "nf4" if list_nf4_tensors(base) else "plain"
+        belongs = {FINGERPRINT: fingerprint(base, DECODER_PREFIX), BASE_FORMAT: kept}
+    tensors = {name: to_peft(one, own[one], family) for one, name in named}
+    _write_tensors(staging / ADAPTER_WEIGHTS_NAME, tensors, belongs)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with staged_file(path) as file:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        try:
+            save_file(whole, file, metadata={"format": "pt", **(metadata or {})})
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

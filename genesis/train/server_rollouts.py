@@ -43,7 +43,7 @@ from genesis.train.answer_journal import AnswerJournal, Completion
 from genesis.train.openai_client import OpenAIClient
 from genesis.train.served_weights import Texts, Weights, find_weights, read_update, remove_weights, write_weights
 from genesis_callbacks import AsyncProcessCheckpoint
-from genesis_callbacks.checkpoint import list_committed
+from genesis_callbacks.checkpoint import list_committed, read_manifest
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.phases import note_progress
 
@@ -71,15 +71,16 @@ class ServerRollouts:
         checkpoints = [one for one in vars(trainer)["callbacks"] if isinstance(one, AsyncProcessCheckpoint)]
         if not checkpoints:
             raise UserError("data.prompts.rollouts.by is openai, which needs the run's directory: set checkpoint")
-        self._run = RunDirectory(checkpoints[0].directory.parent)
+        self._run, scope = RunDirectory(checkpoints[0].directory.parent), checkpoints[0].scope
         module: Any = trainer.lightning_module
         self._adapter: AdapterConfig | None = module.adapter_config
+        self._base = None if scope is None or scope.base is None else read_manifest(Path(scope.base))
         if self._options.reload == "vllm" and self._adapter is None:
             raise UserError(
                 "data.prompts.rollouts.reload is vllm, whose server loads adapters alone while it runs: train adapters "
                 "by model.adapter, or let `genesis serve` write the answers (reload: genesis)"
             )
-        self._journal = AnswerJournal(self._run.served_answers, layout_strategy(trainer.strategy).layout.data_rank)
+        self._journal = AnswerJournal(self._run.served_answers, trainer.global_rank)
         self._client: OpenAIClient | None = None
         self._thread = _EventLoop()
         self._current: int | None = None
@@ -149,7 +150,8 @@ class ServerRollouts:
         failure: Exception | None = None
         if self._trainer.global_rank == 0:
             try:
-                written = write_weights(self._run.served_weights, step, whole, self._adapter, texts)
+                root = self._run.served_weights
+                written = write_weights(root, step, whole, self._adapter, texts, base=self._base)
             except (UserError, OSError) as error:  # raised below, when the others know of it
                 failure = error
         del whole

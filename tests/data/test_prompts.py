@@ -12,6 +12,7 @@ from genesis.base.errors import UserError
 from genesis.data.loader import Ranks
 from genesis.data.prompt_data import Group, PromptData, pack_groups, unpack_groups
 from genesis.data.prompts import PromptOptions, find_reward_file
+from genesis.data.rollout_options import RolloutOptions
 from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingOptions
 from genesis.data.window import AccumulationWindow
@@ -217,6 +218,24 @@ def test_a_resume_with_another_group_size_answers_again(tmp_path: Path, tokenize
     other.load_state(data.state())
     other.open(Ranks())
     assert other.plan_rollout(0) == [0, 1, 2, 3]
+
+
+def test_a_resume_of_a_servers_rollouts_with_another_batch_size_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    records, remote = [{"prompt": "Hello"}], {"rollouts": RolloutOptions("openai", "http://a")}
+    data = open_data(tmp_path, tokenizer, records, **remote)
+    data.open(Ranks())
+    data.served = {2: "0000000002-abc"}
+    same = open_data(tmp_path, tokenizer, records, **remote)
+    same.load_state(data.state())
+    assert same.served == data.served
+    other = open_data(tmp_path, tokenizer, records, **remote, batch={"global_batch_size": 4})
+    with pytest.raises(
+        UserError, match=r"global_batch_size is 4, and the checkpoint's rollouts .* batches of 2: leave"
+    ):
+        other.load_state(data.state())
+    local = open_data(tmp_path, tokenizer, records, batch={"global_batch_size": 4})
+    local.load_state(data.state())
+    assert local.served == {}
 
 
 def test_epochs_end_the_data_at_the_last_whole_batch(tmp_path: Path, tokenizer: Path) -> None:

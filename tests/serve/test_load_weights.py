@@ -1,10 +1,12 @@
 """Weights that a trainer writes while the server runs."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from genesis.base.errors import UserError
 from genesis.cli.serve import main
@@ -12,10 +14,15 @@ from genesis.generate.batch import Batch, Request
 from genesis.generate.load import load_decoder
 from genesis.generate.stream import derive_seed
 from genesis.huggingface.directory import PROOF_NAME
+from genesis.huggingface.peft import fingerprint, read_adapters
+from genesis.huggingface.shape import find_names
 from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder
+from genesis.model.recipe import DECODER_PREFIX
 from genesis.tokenizer.open import open_tokenizer
-from genesis.train.served_weights import Texts, Weights, write_weights
+from genesis.train import served_weights
+from genesis.train.served_weights import Texts, Weights, find_weights, remove_weights, write_weights
+from genesis_callbacks.checkpoint import list_committed
 from tests.mixtures import MIXTURES, mix
 from tests.serve.support import Running, start
 from tests.tiny_runs import build_decoder, save
@@ -141,3 +148,43 @@ def test_weights_are_read_as_they_were_written(base: Path, tmp_path: Path, mixtu
     assert found.keys() == expected.keys()
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
     assert [path.name for path in tmp_path.iterdir()] == [written.name]
+
+
+def test_weights_replace_those_of_their_name_and_go_at_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = Texts(open_tokenizer(base), None)
+    written = write_weights(tmp_path, 1, build_decoder(2), None, texts)
+    path = tmp_path / written.name / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(b"damaged")
+    assert write_weights(tmp_path, 1, build_decoder(2), None, texts) == written
+    assert path.read_bytes() == whole
+    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: None)  # as if it was killed there
+    remove_weights(tmp_path, 2)
+    assert find_weights(tmp_path, written.name) is None
+    monkeypatch.undo()
+    remove_weights(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_name_their_base(base: Path, tmp_path: Path) -> None:
+    adapter, decoder = AdapterConfig(rank=2, alpha=4.0), build_decoder(1)
+    attach_adapters(decoder, adapter)
+    init_adapters(decoder, 5)
+    ((_, manifest),) = list_committed(base)
+    written = write_weights(tmp_path, 1, decoder, adapter, Texts(open_tokenizer(base), None), base=manifest)
+    shapes = {name: tuple(one.shape) for name, one in decoder.named_parameters() if "lora" in name}
+    read = partial(read_adapters, tmp_path / written.name, adapter, find_names(decoder.config), shapes=shapes)
+    assert read(base_fingerprint=fingerprint(manifest, DECODER_PREFIX)).keys() == shapes.keys()
+    with pytest.raises(UserError, match=r"were trained beside a base with fingerprint .* \(not in NF4\)"):
+        read(base_fingerprint="0" * 64)
+
+
+def test_a_full_disk_is_an_error_of_the_system(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(served_weights, "save_file", fail)
+    with pytest.raises(OSError, match=r"model.safetensors cannot be written: I/O error: No space left on device"):
+        write_weights(tmp_path, 1, build_decoder(2), None, Texts(open_tokenizer(base), None))

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from genesis.base.errors import RunEndedError, UserError
 from genesis.data.rollout_options import RolloutOptions
 from genesis.generate.batch import Request
+from genesis.train import openai_client
 from genesis.train.answer_journal import AnswerJournal, Completion
 from genesis.train.openai_client import OpenAIClient
 from genesis.train.served_weights import Weights
@@ -21,6 +24,7 @@ from tests.loopback import serving
 
 WEIGHTS = Weights("0000000003-abc", "abc0")
 STOP = 2
+FULL = b'{"error": {"message": "the server is full"}}'
 Reply = Callable[[str, dict[str, Any]], tuple[int, bytes]]
 
 
@@ -33,6 +37,8 @@ class Handler(BaseHTTPRequestHandler):
         self.asked.append((self.path, body, self.headers["Authorization"]))
         status, content = type(self).reply(self.path, body)
         self.send_response(status)
+        if status in (429, 503) and content == FULL:
+            self.send_header("Retry-After", "3")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -132,6 +138,76 @@ def test_a_busy_or_failing_server_is_asked_again() -> None:
     assert len(answers) == 1
 
 
+class Clock:
+    """The time of the client, which passes by its pauses alone, and by what a test adds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.rate, self.pauses, self._sleep = 0.0, 1.0, list[float](), asyncio.sleep
+        monkeypatch.setattr(openai_client, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+        monkeypatch.setattr(asyncio, "sleep", self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.seconds += self.rate * seconds
+        await self._sleep(0.01)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_full_server_is_waited_for_beyond_the_limit_of_one_that_is_gone(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, statuses, clock = reply_with(answer_with()), [status] * 4, Clock(monkeypatch)
+
+    def reply(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        is_full = path == "/v1/completions" and statuses
+        return (statuses.pop(), FULL) if is_full else right(path, body)
+
+    answers, _ = ask(reply, retry_seconds=0.01)
+    assert len(answers) == 1
+    assert clock.pauses == [3.0, 3.0, 3.0, 3.0]  # what the server asks for
+    with pytest.raises(RunEndedError, match=r"the server is full, for 20 s .*request_seconds\); lower num_concurrent"):
+        ask(lambda path, body: (status, FULL), retry_seconds=0.01)
+    assert clock.seconds > 12 + 20
+
+
+def test_a_request_that_fails_is_repeated_while_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, num_answered, clock = reply_with(answer_with()), [0], Clock(monkeypatch)
+    clock.rate = 0.0
+
+    def reply(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        if body.get("seed") == 0 and num_answered[0] < 8:
+            return 500, b"{}"
+        num_answered[0] += 1
+        clock.seconds += 1
+        return right(path, body)
+
+    answers, _ = ask(reply, num=10, num_concurrent=2, retry_seconds=3.0)
+    assert len(answers) == 10
+
+
+def test_the_places_are_those_of_all_calls_together() -> None:
+    right, running, most = reply_with(answer_with()), [0], [0]
+    lock = threading.Lock()
+
+    def reply(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.05)
+        with lock:
+            running[0] -= 1
+        return right(path, body)
+
+    async def ask_twice(client: OpenAIClient) -> None:
+        requests = [Request((1, 3), 4, seed=index) for index in range(4)]
+        await asyncio.gather(*(client.ask(WEIGHTS, requests, lambda index, answer: None) for _ in range(2)))
+
+    with serving(Handler, reply=staticmethod(reply), asked=[]) as url:
+        options = RolloutOptions("openai", url, num_concurrent=2)
+        asyncio.run(ask_twice(OpenAIClient(options, None, Path("/weights"), 10, frozenset({STOP}))))
+    assert most == [2]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -156,6 +232,9 @@ def test_a_busy_or_failing_server_is_asked_again() -> None:
         (answer_with(logprobs={"token_logprobs": [-1.0, float("nan"), -1.0]}), "gives the log-probability nan"),
         (answer_with(logprobs={"token_logprobs": [-1.0, None, -1.0]}), "gives the log-probability None"),
         (answer_with(logprobs={"token_logprobs": [-1.0, 0.5, -1.0]}), "gives the log-probability 0.5"),
+        (answer_with(logprobs={"token_logprobs": [-1.0, True, -1.0]}), "gives the log-probability True"),
+        (answer_with(logprobs={"token_logprobs": [-1.0, -1e300, -1.0]}), "gives the log-probability -1e+300"),
+        (answer_with(logprobs={"token_logprobs": [-1.0, -(10**400), -1.0]}), "gives the log-probability -1000"),
         (answer_with(token_ids=[STOP, 5, STOP]), "ends an answer by stop at the token 2, and the tokens that end"),
         (answer_with(token_ids=[5, 6, 7]), "start it with the tokenizer and the template of the run"),
         (answer_with(token_ids=[5, 6, 7], finish_reason="length"), "ends an answer by length at the token 7"),

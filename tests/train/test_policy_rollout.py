@@ -142,17 +142,20 @@ def test_a_window_whose_answers_are_all_masked_changes_no_weight(tmp_path: Path)
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def continue_as(directory: str, case: str, objective: Objective, max_steps: int) -> dict[str, Any]:
-    return answer(directory, case, "replicated", max_steps, module={"objective": objective})
+def continue_as(directory: str, case: str, objective: Objective, max_steps: int, steps: int = 3) -> dict[str, Any]:
+    prompts = {"steps_per_rollout": steps}
+    return answer(directory, case, "replicated", max_steps, module={"objective": objective}, prompts=prompts)
 
 
 @pytest.mark.slow
-def test_a_run_that_turns_to_ratios_of_tokens_answers_again(tmp_path: Path) -> None:
+@pytest.mark.each
+@pytest.mark.parametrize("steps", [3, 1])
+def test_a_run_that_turns_to_ratios_of_tokens_answers_again(tmp_path: Path, steps: int) -> None:
     case = write_case(tmp_path / "case")
     run_ranks(continue_as, 1, str(tmp_path / "run"), str(case), GRPO("gspo"), 2)
-    run_ranks(continue_as, 1, str(tmp_path / "run"), str(case), GRPO("dapo"), 4)
+    run_ranks(continue_as, 1, str(tmp_path / "run"), str(case), GRPO("dapo"), 4, steps)
     log = read_log(tmp_path / "run")
-    assert [row.get("train/first_ratio_error") for row in log] == [0.0, None, 0.0, None]
+    assert [row.get("train/first_ratio_error") for row in log] == [0.0, None, 0.0, None if steps == 3 else 0.0]
 
 
 def test_a_function_that_hangs_ends_the_run_in_one_line(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _MUCH_WITHOUT: Final = 0.9
 
 
 def plan_answers(recipe: ResolvedRecipe) -> dict[str, Any]:
-    """Returns the options of a fit of one step, whose prompts are few and never replaced."""
+    """Returns the options of a fit of one step, whose prompts are few, never replaced, and answered by the model."""
     num_prompts = min(recipe.count("data.global_batch_size"), _MOST_PROMPTS)
     num_answers = num_prompts * recipe.count("data.prompts.group_size")
     return {
@@ -33,6 +33,7 @@ def plan_answers(recipe: ResolvedRecipe) -> dict[str, Any]:
         "data.micro_batch_size": gcd(num_answers, recipe.count("data.micro_batch_size")),
         "data.prompts.steps_per_rollout": 1,
         "data.prompts.max_resamples": 0,
+        "data.prompts.rollouts": None,  # the model answers here: no server is asked
         "trainer.max_steps": 1,
         "schedule.warmup_updates": 0,
         "checkpoint.every_n_steps": None,

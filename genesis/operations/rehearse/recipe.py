@@ -58,6 +58,11 @@ def read_recipe(recipe: ResolvedRecipe) -> RehearsedRecipe:
             f"checkpoint.every_n_steps is {every_n_steps} and trainer.max_steps {max_steps}: after every kill the run "
             f"would start from the beginning; add -- --checkpoint.every_n_steps {max(1, max_steps // 6)}, or more steps"
         )
+    if recipe.get("data.prompts.rollouts.by", "local") != "local":
+        raise UserError(
+            "data.prompts.rollouts.by is openai, and a rehearsal has runs of its own, whose weights no server sees: "
+            "add -- --data.prompts.rollouts null"
+        )
     if recipe.get("trainer.logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
     learns_from = find_objective(recipe.get("model.objective")).learns_from

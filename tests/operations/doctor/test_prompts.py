@@ -104,7 +104,8 @@ def test_a_recipe_with_prompts_is_examined_by_its_answers(tmp_path: Path) -> Non
     for name in ("good", "constant"):
         (tmp_path / name).mkdir()
     reward = 'def reward(messages, text, columns):\n    return float(sum(map(text.count, "aeiou")))\n'
-    found = examine_prompts(tmp_path / "good", reward, max_resamples=3)
+    nowhere = {"by": "openai", "url": "http://127.0.0.1:9"}  # the doctor asks no server
+    found = examine_prompts(tmp_path / "good", reward, max_resamples=3, rollouts=nowhere)
     assert found.keys() == {"template", "answers", "rewards"}
     assert found["rewards"].status == "passed", found["rewards"]
     assert found["template"].status == "passed", found["template"]

@@ -9,11 +9,11 @@ from genesis.operations.rehearse.recipe import RehearsedRecipe, check_extra, rea
 from genesis.recipe.resolved import ResolvedRecipe
 
 
-def resolved(max_steps: int = 60, every_n_steps: int | None = 10, logger: Any = None) -> ResolvedRecipe:
+def resolved(max_steps: int = 60, every_n_steps: int | None = 10, logger: Any = None, **data: Any) -> ResolvedRecipe:
     content = {
         "trainer": {"max_steps": max_steps, "logger": logger},
         "model": {"decoder": {"max_seq_len": 256}},
-        "data": {"seq_len": 256},
+        "data": {"seq_len": 256, **data},
         "checkpoint": {"every_n_steps": every_n_steps, "mode": "sync"},
     }
     return ResolvedRecipe.complete(content, "the recipe")
@@ -29,6 +29,10 @@ def test_a_recipe_with_an_end_and_saves_is_taken() -> None:
         (resolved(max_steps=-1), ("trainer.max_steps is -1", "--trainer.max_steps 60")),
         (resolved(every_n_steps=None), ("checkpoint.every_n_steps is not set", "--checkpoint.every_n_steps 10")),
         (resolved(every_n_steps=60), ("every_n_steps is 60", "max_steps 60", "--checkpoint.every_n_steps 10")),
+        (
+            resolved(prompts={"rollouts": {"by": "openai", "url": "http://a"}}),
+            ("data.prompts.rollouts.by is openai", "--data.prompts.rollouts null"),
+        ),
         (resolved(logger=False), ("trainer.logger is false", "--trainer.logger null")),
     ],
 )
