@@ -171,6 +171,22 @@ def test_a_call_that_cannot_be_read_goes_to_the_environment_and_is_counted(tmp_p
     assert (answer.episode.rewards, answer.episode.counts) == ([-0.5, 0.25, 0.0], (3, 1, 1))
 
 
+def test_a_turn_that_the_template_refuses_ends_no_run(tmp_path: Path) -> None:
+    check = "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 or 'never' in m.content %}"
+    check += "{{ raise_exception('no such turn') }}{% endif %}"
+    data = write_adder(tmp_path, TEMPLATE.replace("{% for m in messages %}", check))
+    two = CALL.replace("<|im_end|>", "\n" + CALL)
+    answer = play(data, [two, CALL, "5<|im_end|>"])
+    assert answer.episode is not None
+    assert (answer.episode.ending, answer.episode.counts) == ("done", (3, 1, 2))
+    assert answer.episode.rewards == [-0.5, 0.25, 1.0]  # the environment got the first turn as a text
+    assert answer.episode.messages[1] == {"role": "assistant", "content": two.removesuffix("<|im_end|>")}
+    refused = play(data, [CALL, "never<|im_end|>"])
+    assert refused.episode is not None
+    assert (refused.episode.ending, refused.is_finished, refused.episode.rewards) == ("refused", False, [0.25])
+    assert (refused.episode.counts, refused.is_own[-1]) == ((2, 1, 0), True)
+
+
 def test_an_episode_ends_at_its_limits(tmp_path: Path) -> None:
     data = write_adder(tmp_path)
     endless = play(data, [CALL] * 3)
