@@ -161,12 +161,13 @@ class Episodes:
     Args:
         data: The prompts.
         is_allowed: Whether the command line allows the user's code.
+        note: Called after each result of an environment.
 
     Raises:
         UserError: The environment cannot be opened, or the chat template does not close turns.
     """
 
-    def __init__(self, data: PromptData, is_allowed: bool) -> None:
+    def __init__(self, data: PromptData, is_allowed: bool, note: Callable[[], None] = lambda: None) -> None:
         options, renderer = data.prompt_options, data.renderer
         assert options.environment is not None, "there is one"
         self._data, self._renderer, self._name = data, renderer, options.environment
@@ -176,7 +177,7 @@ class Episodes:
         self._ends = {data.tokenizer.pieces[token]: token for token in ends}
         self._written_roles: set[tuple[str, ...]] = set()
         self._environments = Environments(
-            options.environment, options.num_environments, options.step_seconds, is_allowed=is_allowed
+            options.environment, options.num_environments, options.step_seconds, is_allowed=is_allowed, note=note
         )
 
     def play(self, requests: Sequence[Request], asked: Sequence[Asked], generate: Generate) -> list[Answer]:

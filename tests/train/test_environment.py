@@ -76,6 +76,21 @@ def test_environments_keep_their_episodes_and_give_plain_data(tmp_path: Path) ->
     assert last == other == ([{"role": "user", "content": "2 7"}], 1.0, True)
 
 
+def test_sets_have_the_same_order_after_a_restart_and_each_result_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def reset(self, record, seed): return ' '.join({*'abcdefgh'})\n"
+    )
+    noted: list[int] = []
+    found = []
+    for _ in range(2):
+        environments = Environments(
+            f"{tmp_path / 'game.py'}:Game", 1, 30.0, is_allowed=True, note=lambda: noted.append(1)
+        )
+        found.append(begin(environments))
+    assert found[0] == found[1]
+    assert len(noted) == 2 * 3  # the call that forgets earlier episodes, and two beginnings
+
+
 RESET = "    def reset(self, record, seed): return 'Begin.'\n"
 WRONG = {
     "    def reset(self, record, seed): return 1 / 0": r"failed at the start: ZeroDivisionError: .*; correct it$",
