@@ -89,18 +89,23 @@ class PipedWorker:
         module: The module that the worker imports; its name identifies the worker in a list of processes.
         has_group: Whether it starts a group of processes, which ends with it: it runs code that may start some, or that
             may never give back the interpreter.
+        has_fixed_hashes: Whether sets of texts have the same order in each such process, as code that must give the
+            same results after a restart needs.
 
     Attributes:
         process: The worker process.
         connection: The caller's end of the pipe.
     """
 
-    def __init__(self, module: str, *, has_group: bool = False) -> None:
+    def __init__(self, module: str, *, has_group: bool = False, has_fixed_hashes: bool = False) -> None:
         self.connection: Connection[object, object]
         self.connection, theirs = Pipe()
         self._group: int | None = None
+        options: dict[str, Any] = {"start_new_session": True} if has_group else {}
+        if has_fixed_hashes:
+            options["env"] = {**os.environ, "PYTHONHASHSEED": "0"}
         with theirs:
-            self.process = start_worker(module, theirs.fileno(), **({"start_new_session": True} if has_group else {}))
+            self.process = start_worker(module, theirs.fileno(), **options)
         if has_group:
             self._group = self.process.pid
 

@@ -81,6 +81,7 @@ from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.run_directory import MANIFEST_NAME, read_run_dir
 from genesis_callbacks.checkpoint import list_committed
 from genesis_callbacks.checkpoint.lineage import check_not_in_use
+from genesis_callbacks.phases import note_progress
 
 _MAX_SEED = 2**32 - 1  # numpy's
 _TELEMETRY_LEFT = (
@@ -414,6 +415,7 @@ class GenesisCLI(LightningCLI):
             directory=RunDirectory(run_dir).reference,
             find_teacher=find_teacher,
             load_teacher=load_teacher,
+            note=partial(note_progress, self.trainer),
         )
         prepared: Prepared = self.model.objective.prepare_fit(context)
         if prepared.options:

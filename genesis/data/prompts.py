@@ -171,7 +171,6 @@ class PromptOptions:
         )
         for name in ("reward", "tokenizer", "environment"):
             check_is_named(getattr(self, name), f"data.prompts.{name}")
-        self._check_rewards()
         least = {
             **{"group_size": 1, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1},
             **{"num_logged_prompts": 0, "max_resamples": 0, "max_turns": 1, "num_environments": 1},
@@ -180,6 +179,7 @@ class PromptOptions:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise UserError(f"data.prompts.{name} is {value}; it must be at least {bound}")
+        self._check_rewards()
         if not 0.0 < self.temperature < float("inf"):
             raise UserError(
                 f"data.prompts.temperature is {self.temperature}; it must be above 0, or all answers would be the same"
@@ -208,12 +208,13 @@ class PromptOptions:
             raise UserError(f"data.prompts.rewards has the names {', '.join(labels)}; give each another `name`")
         if labels and all(reward.function == OVERLONG for reward in self.all_rewards):
             raise UserError(f"data.prompts.rewards has {OVERLONG} alone, which scores the length; add another reward")
-        longest = self.max_new_tokens
+        longest = None if self.max_new_tokens is None else self.longest_answer(sys.maxsize)
+        of_turns = "" if self.environment is None else "data.prompts.max_turns times "
         for reward in self.rewards:
             if longest is not None and (reward.buffer_tokens or 0) > longest:
                 raise UserError(
                     f"buffer_tokens of reward {reward.label} is {reward.buffer_tokens}, more than "
-                    f"data.prompts.max_new_tokens {longest}; lower it"
+                    f"{of_turns}data.prompts.max_new_tokens {longest}; lower it"
                 )
         for name in ("reward_seconds", "step_seconds"):
             if not 0.0 < getattr(self, name) <= _MAX_REWARD_SECONDS:

@@ -108,6 +108,7 @@ class FitContext:
         directory: Where the run keeps what an objective computes before training.
         find_teacher: `genesis.generate.teacher.find_teacher`.
         load_teacher: `genesis.generate.teacher.load_teacher`.
+        note: Notes that a part of a phase's work is done, as `genesis_callbacks.phases.note_progress` does.
     """
 
     data: TrainingData
@@ -118,6 +119,7 @@ class FitContext:
     directory: Path
     find_teacher: Callable[[str, str | None], FoundTeacher]
     load_teacher: Callable[..., tuple[Teacher, str]]
+    note: Callable[[], None] = lambda: None
 
 
 class Prepared(NamedTuple):

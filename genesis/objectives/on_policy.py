@@ -19,6 +19,8 @@ ranks and micro-batches. Rewards are learned only with `rewards`; else they are 
     train/entropy        nats per token: the student's, in the sampled form estimated as -log q of the sampled tokens
     train/answer_tokens  mean number of tokens of an answer
     train/finished       share of answers that ended before the longest length
+    train/turns          mean number of turns, with train/calls and train/unread_calls, in an environment
+    train/asked          mean number of prompts that were answered for a trained one, with `max_resamples`
     train/reward         mean reward of the answers, and train/reward_NAME of several, if there are rewards
 
 With `rewards` all of `genesis.objectives.policy_gradient` is logged, too. A validation logs what is logged there; the
@@ -60,6 +62,8 @@ from genesis.objectives.policy_gradient import (
     REWARD_OF,
     TEMPERATURE,
     count_labels,
+    list_counts,
+    measure_counts,
     score_tokens,
 )
 from genesis.objectives.reverse_kl import sum_reverse_kl
@@ -82,7 +86,8 @@ class OnPolicyDistillation(GRPO):
     Args:
         teacher: A run, a checkpoint or an export with the student's tokenizer.
         url: The address of an OpenAI-compatible server instead, such as http://127.0.0.1:8000/v1, which gives the
-            log-probabilities of a prompt's tokens (`echo` of `/v1/completions`).
+            log-probabilities of a prompt's tokens (`echo` of `/v1/completions`). Its key is in the environment variable
+            GENESIS_TEACHER_KEY.
         model: The teacher's name at the server.
         divergence: exact, or sampled; None for exact with `teacher`, and sampled with `url`.
         teacher_dtype: The dtype in which the teacher runs; None for that of its weights.
@@ -157,6 +162,7 @@ class OnPolicyDistillation(GRPO):
         if not fit.is_training:
             return Prepared()
         if self._server is not None:
+            self._server.note = fit.note
             if fit.data.kind == "prompts":
                 assert fit.tokenizer is not None, "prompts have a tokenizer"
                 self._server.check(fit.tokenizer, fit.data.options.seq_len)
@@ -244,6 +250,7 @@ class OnPolicyDistillation(GRPO):
             }
             names = [name for name in extra if name == REWARD or name.startswith(REWARD_OF)]
             figures |= {name: extra[name].sum() for name in names}
+            figures |= {name: counts.sum() for name, counts in list_counts(extra).items()}
             if of_rewards is not None:
                 more = of_rewards(hidden, weight)
                 terms = {**terms, **{unit: terms.get(unit, 0.0) + term for unit, term in more.terms.items()}}
@@ -257,7 +264,7 @@ class OnPolicyDistillation(GRPO):
         if not sums.terms:
             return super().measure(sums)
         figures, num_answers = sums.figures, sums.counts[ANSWERS]
-        measured = super().measure(sums) if self.learns_rewards else {}
+        measured = super().measure(sums) if self.learns_rewards else measure_counts(figures, num_answers)
         if REWARD in figures:
             measured[REWARD] = figures[REWARD] / num_answers
         for name in (name for name in figures if name.startswith(REWARD_OF)):

@@ -94,6 +94,7 @@ REWARD_OF, SPREAD_OF = "reward_of.", "spread_of."
 """What the names of single rewards begin with."""
 COUNT_OF: Final = "count_of."
 """What the names of counts of episodes begin with, whose means are logged."""
+_MORE_ASKED: Final = "more_asked"
 REFERENCE: Final = "reference_log_prob"
 VALIDATION_FIGURES: Final = ("reward", "finished", "answer_tokens")
 """What a validation logs: means over greedy answers to the held-out prompts."""
@@ -281,9 +282,7 @@ class PolicyGradient(Objective):
                 "first_ratio_error": errors * extra[IS_FIRST],
                 "num_first": extra[IS_FIRST],
             }
-            if NUM_ASKED in extra:
-                figures["more_asked"] = extra[NUM_ASKED] - 1
-            figures |= {name: extra[name] for name in extra if name.startswith(COUNT_OF)}
+            figures |= list_counts(extra)
             for name in (name.removeprefix(REWARD_OF) for name in extra if name.startswith(REWARD_OF)):
                 spread = extra[SPREAD_OF + name]
                 figures |= {
@@ -323,14 +322,12 @@ class PolicyGradient(Objective):
             "loss": sums.terms[self._unit] / max(sums.counts[self._unit], 1),
             **{name: figures[name] / num_answers for name in names},
             **single,
-            **{n.removeprefix(COUNT_OF): value / num_answers for n, value in figures.items() if n.startswith(COUNT_OF)},
+            **measure_counts(figures, num_answers),
             "answer_tokens": figures["num_tokens"] / num_answers,
             "entropy": figures["negative_log_prob"] / figures["num_tokens"],
         }
         if self.masks_cut_answers:
             measured["masked"] = 1 - sums.counts[LEARNED_ANSWERS] / num_answers
-        if "more_asked" in figures:
-            measured["asked"] = 1 + figures["more_asked"] / num_answers
         if figures.get("num_first"):
             measured["first_ratio_error"] = figures["first_ratio_error"] / figures["num_first"]
         return measured
@@ -339,6 +336,18 @@ class PolicyGradient(Objective):
 def _mean_over_tokens(values: Tensor, labels: Int64[Tensor, "B S"]) -> Float32[Tensor, " B"]:
     """Returns the mean over each answer's tokens."""
     return values.masked_fill(labels == IGNORE_INDEX, 0).sum(1) / count_labels(labels).clamp(min=1)
+
+
+def list_counts(extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns what is counted for each answer of a micro-batch, by names that `measure_counts` knows."""
+    counts = {name: values for name, values in extra.items() if name.startswith(COUNT_OF)}
+    return counts | ({_MORE_ASKED: extra[NUM_ASKED] - 1} if NUM_ASKED in extra else {})
+
+
+def measure_counts(figures: Mapping[str, float], num_answers: float) -> dict[str, float]:
+    """Returns the means of the counts among the sums over all answers, by the names in the log."""
+    means = {n.removeprefix(COUNT_OF): sum_ / num_answers for n, sum_ in figures.items() if n.startswith(COUNT_OF)}
+    return means | ({"asked": 1 + figures[_MORE_ASKED] / num_answers} if _MORE_ASKED in figures else {})
 
 
 def choose(preset: PolicyOptions, **given: Any) -> PolicyOptions:

@@ -2,31 +2,39 @@
 
 A request has the ids of a prompt with its answer, generates nothing, and gets the log-probability of each of its tokens
 after those before it. The server's own distribution counts, at temperature 1.
+
+The server is the user's own, and still is not trusted: no proxy of the environment gets the ids, redirects are not
+followed, a request has a limit of time and its response one of bytes, and a log-probability must be one.
 """
 
-import http.client
-import json
-import math
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import http
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import aiohttp
 import numpy as np
 import torch
 from torch import Tensor
 
-from genesis.base.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError, printable
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.objectives.policy_gradient import TEMPERATURE
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.base.json_text import load_json
 
-_MAX_BODY_BYTES: Final = 1 << 28
+KEY_VARIABLE: Final = "GENESIS_TEACHER_KEY"
+"""The environment variable with the server's key, which no recipe can name."""
+_PLAIN_BYTES: Final = 1 << 16
+_TOKEN_BYTES: Final = 1 << 11
+"""Bytes of a response, and more of them for each token of the request."""
+_CHUNK_BYTES: Final = 1 << 16
+_LEAST_LOG_PROB: Final = -1e4
+_MAX_LOG_PROB: Final = 1e-3
+"""Above 0 by the rounding of a server."""
 _PROBED_IDS: Final = 256
 _WAITS_SECONDS: Final = (1.0, 4.0, 16.0)
 """Before each further try, where the server is not there or has too much to do."""
@@ -43,6 +51,9 @@ class TeacherServer:
         seconds: How long a request may take.
         num_requests: Requests at a time.
 
+    Attributes:
+        note: Called after each response.
+
     Raises:
         UserError: A value is out of its range.
     """
@@ -58,6 +69,7 @@ class TeacherServer:
         if num_requests < 1:
             raise UserError(f"model.objective.num_requests is {num_requests}; it must be at least 1")
         self.model = model
+        self.note: Callable[[], None] = lambda: None
         self._url, self._seconds, self._num_requests = f"{url.rstrip('/')}/completions", seconds, num_requests
 
     def check(self, tokenizer: Path, seq_len: int) -> None:
@@ -74,7 +86,7 @@ class TeacherServer:
         own = open_tokenizer(tokenizer)
         number = min(_PROBED_IDS, seq_len, own.vocab_size)
         ids = sorted({index * (own.vocab_size - 1) // max(number - 1, 1) for index in range(number)})
-        names, _ = self._ask(ids)
+        ((names, _),) = self._ask_all([ids])
         for token, name in zip(ids, names, strict=True):
             content = b"" if own.is_control(token) else own.decode_bytes([token]).strip()
             if content.isalnum() and content.isascii() and name.strip() != content.decode():
@@ -119,8 +131,7 @@ class TeacherServer:
                 places = np.flatnonzero(labels != IGNORE_INDEX)
                 end = int(places[-1]) + 1
                 rows.append(([*ids[:end].tolist(), int(labels[end - 1])], places))
-        with ThreadPoolExecutor(self._num_requests) as threads:
-            scored = iter([log_probs for _, log_probs in threads.map(lambda row: self._ask(row[0]), rows)])
+        scored = iter([log_probs for _, log_probs in self._ask_all([ids for ids, _ in rows])])
         found, left = [], iter(rows)
         for one in micro_batches:
             of_tokens = torch.zeros(one.labels.shape)
@@ -130,15 +141,38 @@ class TeacherServer:
             found.append(of_tokens.to(one.labels.device))
         return found
 
-    def _ask(self, ids: Sequence[int]) -> tuple[list[str], list[float]]:
-        """Returns the text and the log-probability of each token; that of the first token is 0."""
+    def _ask_all(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[str], list[float]]]:
+        """Returns the text and the log-probability of each token of prompts; that of the first token is 0."""
+        return asyncio.run(self._gather(prompts))
+
+    async def _gather(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[str], list[float]]]:
+        key, places = os.environ.get(KEY_VARIABLE, "").strip(), asyncio.Semaphore(self._num_requests)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+        async def ask(ids: Sequence[int]) -> tuple[list[str], list[float]]:
+            async with places:
+                found = await self._ask(session, ids)
+            self.note()
+            return found
+
+        limit = aiohttp.ClientTimeout(total=self._seconds)
+        async with aiohttp.ClientSession(headers=headers, timeout=limit) as session:
+            tasks = [asyncio.ensure_future(ask(ids)) for ids in prompts]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, session: aiohttp.ClientSession, ids: Sequence[int]) -> tuple[list[str], list[float]]:
         asked = {"model": self.model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 0}
-        body = self._post(asked)
+        body = await self._post(session, asked, _PLAIN_BYTES + len(ids) * _TOKEN_BYTES)
         try:
             (choice,) = load_json(body)["choices"]
             names, log_probs = (choice["logprobs"][name][: len(ids)] for name in ("tokens", "token_logprobs"))
-            numbers = [0.0, *map(float, log_probs[1:])]
-            is_good = len(names) == len(numbers) == len(ids) and all(map(math.isfinite, numbers))
+            numbers = [0.0, *log_probs[1:]]
+            is_good = len(names) == len(numbers) == len(ids) and all(map(_is_log_prob, numbers))
         except (ValueError, TypeError, KeyError, RecursionError):
             is_good = False
         if not is_good:
@@ -148,33 +182,43 @@ class TeacherServer:
             )
         return [str(name) for name in names], numbers
 
-    def _post(self, content: dict[str, Any]) -> bytes:
-        data = json.dumps(content).encode()
+    async def _post(self, session: aiohttp.ClientSession, content: dict[str, Any], max_bytes: int) -> bytes:
         for wait_seconds in (*_WAITS_SECONDS, None):
-            request = urllib.request.Request(self._url, data, {"Content-Type": "application/json"})
             try:
-                with urllib.request.urlopen(request, timeout=self._seconds) as answer:
-                    body: bytes = answer.read(_MAX_BODY_BYTES)
-                    return body
-            except urllib.error.HTTPError as error:
-                reason = f"answered with status {error.code} ({_show(error.read(_MAX_BODY_BYTES))})"
-                if (
-                    error.code != http.HTTPStatus.TOO_MANY_REQUESTS
-                    and error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR
-                ):
-                    raise UserError(
-                        f"the teacher {self.model} at {self._url} {reason}: correct model.objective, or the server"
-                    ) from None
+                async with session.post(self._url, json=content, allow_redirects=False) as response:
+                    body, status = await self._receive(response, max_bytes), response.status
             except TimeoutError:
                 reason = f"took longer than model.objective.request_seconds {self._seconds:g}"
                 break
-            except (OSError, http.client.HTTPException) as error:
-                reason = f"cannot be asked ({error})"
+            except (aiohttp.ClientError, OSError) as error:
+                reason = f"cannot be asked ({printable(str(error))})"
+            else:
+                if status == http.HTTPStatus.OK:
+                    return body
+                reason = f"answered with status {status} ({_show(body)})"
+                if status != http.HTTPStatus.TOO_MANY_REQUESTS and status < http.HTTPStatus.INTERNAL_SERVER_ERROR:
+                    is_refused = status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
+                    remedy = f"; its key is in {KEY_VARIABLE}" if is_refused else ""
+                    raise UserError(
+                        f"the teacher {self.model} at {self._url} {reason}: correct model.objective, or the "
+                        f"server{remedy}"
+                    )
             if wait_seconds is not None:
-                time.sleep(wait_seconds)
+                await asyncio.sleep(wait_seconds)
         raise RunEndedError(f"the teacher at {self._url} {reason}; {_REMEDY}")
+
+    async def _receive(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+        content = bytearray()
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            content += chunk
+            if len(content) > max_bytes:
+                raise RunEndedError(f"the teacher at {self._url} answers with more than {max_bytes:,} bytes; {_REMEDY}")
+        return bytes(content)
+
+
+def _is_log_prob(value: Any) -> bool:
+    return type(value) in (int, float) and _LEAST_LOG_PROB <= value <= _MAX_LOG_PROB
 
 
 def _show(body: bytes) -> str:
-    text = " ".join(body[:_MAX_SHOWN].decode(errors="replace").split())
-    return repr(text)
+    return repr(printable(" ".join(body.decode(errors="replace").split())[:_MAX_SHOWN]))

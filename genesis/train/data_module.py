@@ -14,7 +14,7 @@ module sets it as the Trainer's `max_steps` before the schedule, which is set up
 """
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, cou
 from genesis.train.reward import Rewards, find_reward_models, identify_reward_models
 from genesis.train.rollout import Rollouts, check_strategy
 from genesis_callbacks.host_group import HostGroup
+from genesis_callbacks.phases import note_progress
 
 
 class CorpusDataModule(pl.LightningDataModule):
@@ -376,7 +377,8 @@ class CorpusDataModule(pl.LightningDataModule):
             )
             trained = (prompt for prompts in self._prompts.prompts.of_source.values() for prompt in prompts)
             rewards.check_prompts([*trained, *self._prompts.prompts.held_out])
-            episodes = None if options.environment is None else Episodes(self._prompts, self.allows_reward_code)
+            note = partial(note_progress, self.trainer)
+            episodes = None if options.environment is None else Episodes(self._prompts, self.allows_reward_code, note)
             self._rollouts = Rollouts(self._prompts, rewards, self.trainer, episodes)
 
     def _set_max_steps(self) -> None:

@@ -63,13 +63,22 @@ class Environments:
         num_processes: How many run at the same time.
         seconds: How long a call may take.
         is_allowed: Whether the command line allows the user's code.
+        note: Called after each result, because the calls of a turn may take long.
 
     Raises:
         UserError: The class is not allowed, or not found, or its module fails.
     """
 
-    def __init__(self, name: str, num_processes: int, seconds: float, *, is_allowed: bool) -> None:
-        self._name, self._seconds = name, seconds
+    def __init__(
+        self,
+        name: str,
+        num_processes: int,
+        seconds: float,
+        *,
+        is_allowed: bool,
+        note: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name, self._seconds, self._note = name, seconds, note
         place, _, class_name = name.rpartition(":")
         if not place or not class_name.isidentifier():
             raise UserError(f"data.prompts.environment is {name!r}; give module:Class or file.py:Class")
@@ -80,7 +89,7 @@ class Environments:
             )
         if place.endswith(".py") and not Path(place).is_file():
             raise UserError(f"no such file: {place} (relative to {Path.cwd()})")
-        self._workers = [PipedWorker(_MODULE, has_group=True) for _ in range(num_processes)]
+        self._workers = [PipedWorker(_MODULE, has_group=True, has_fixed_hashes=True) for _ in range(num_processes)]
         self._end = weakref.finalize(self, _end_all, self._workers)
         for worker in self._workers:
             worker.connection.send((sys.path, name))
@@ -125,6 +134,7 @@ class Environments:
                     self._end()
                     raise UserError(f"the environment {self._name} {found.what} {call.place()}{found.rest}")
                 results[index] = found
+                self._note()
                 if waiting[number]:
                     send(number)
         return results

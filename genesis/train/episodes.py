@@ -11,6 +11,9 @@ closes the model's turn, up to where the model writes its next one. They are con
 An episode ends when its environment ends it (`done`), at the last of its turns (`turns`), or where a turn or an
 observation does not fit (`length`): a turn that is cut is not shown to the environment. It ends with a turn of the
 model.
+
+A turn that the chat template refuses, such as one with more calls than the format has, is a plain text without calls.
+The episode ends where the template refuses this, too (`refused`): what a model samples never ends the run.
 """
 
 import hashlib
@@ -36,7 +39,7 @@ from genesis.train.environment_worker import Start, Step
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.untrusted import read_file
 
-Ending = Literal["done", "turns", "length"]
+Ending = Literal["done", "turns", "length", "refused"]
 Generate = Callable[[Sequence[Request]], Sequence[NDArray[np.int32]]]
 NUM_WHOLE_TRANSCRIPTS: Final = 20
 """The newest rollouts of which all episodes are kept."""
@@ -135,6 +138,7 @@ class _Playing:
     num_calls: int = 0
     num_unread: int = 0
     ending: Ending | None = None
+    written: str = ""  # the conversation up to the model's last turn, as the template writes it
 
     def place(self) -> str:
         """Returns the turn and the record, for messages."""
@@ -157,12 +161,13 @@ class Episodes:
     Args:
         data: The prompts.
         is_allowed: Whether the command line allows the user's code.
+        note: Called after each result of an environment.
 
     Raises:
         UserError: The environment cannot be opened, or the chat template does not close turns.
     """
 
-    def __init__(self, data: PromptData, is_allowed: bool) -> None:
+    def __init__(self, data: PromptData, is_allowed: bool, note: Callable[[], None] = lambda: None) -> None:
         options, renderer = data.prompt_options, data.renderer
         assert options.environment is not None, "there is one"
         self._data, self._renderer, self._name = data, renderer, options.environment
@@ -172,7 +177,7 @@ class Episodes:
         self._ends = {data.tokenizer.pieces[token]: token for token in ends}
         self._written_roles: set[tuple[str, ...]] = set()
         self._environments = Environments(
-            options.environment, options.num_environments, options.step_seconds, is_allowed=is_allowed
+            options.environment, options.num_environments, options.step_seconds, is_allowed=is_allowed, note=note
         )
 
     def play(self, requests: Sequence[Request], asked: Sequence[Asked], generate: Generate) -> list[Answer]:
@@ -248,25 +253,39 @@ class Episodes:
         return replace(one.request, prompt=context, max_new_tokens=room if most is None else min(room, most), seed=seed)
 
     def _read_turn(self, one: _Playing, ids: NDArray[np.int32]) -> Message | None:
-        """Adds a turn of the model to an episode, and returns it as the environment gets it; None if it was cut."""
+        """Adds a turn of the model, and returns it as the environment gets it; None if it ends the episode."""
         one.ids += ids.tolist()
         one.is_own += [True] * len(ids)
         one.num_tokens.append(len(ids))
         stops = self._data.stop_ids
         known = [token for token in ids.tolist() if token < self._data.tokenizer.vocab_size and token not in stops]
         text = self._data.tokenizer.spell(known, has_controls=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if one.tools:
-            message = self._read_calls(one, text)
+        plain: dict[str, Any] = {"role": "assistant", "content": text}
+        message, num_unread = self._read_calls(one, text) if one.tools or self._form is HARMONY else (plain, 0)
         one.last = len(one.messages)
         one.messages.append(message)
-        if int(ids[-1]) in stops:
-            return message
-        one.ending = "length"
-        return None
+        if int(ids[-1]) not in stops:
+            one.ending = "length"
+        elif not self._write(one):
+            num_unread += len(message.get("tool_calls", ()))
+            one.messages[-1] = message = plain
+            if not self._write(one):
+                one.ending = "refused"
+        one.num_calls += len(message.get("tool_calls", ()))
+        one.num_unread += num_unread
+        return message if one.ending is None else None
 
-    def _read_calls(self, one: _Playing, text: str) -> dict[str, Any]:
-        """Returns a turn with its calls of tools. What is no call of these tools stays text, and is counted."""
+    def _write(self, one: _Playing) -> bool:
+        """Keeps how the template writes an episode up to the model's last turn; False if it refuses this turn."""
+        variables = one.asked.prompt.variables
+        try:
+            one.written = self._renderer.write_whole(one.messages, one.tools or None, variables=variables)
+        except ConversationError:
+            return False
+        return True
+
+    def _read_calls(self, one: _Playing, text: str) -> tuple[dict[str, Any], int]:
+        """Returns a turn with its calls of tools, and how many cannot be read: what is no call of these stays text."""
         functions = [tool.get("function", tool) for tool in one.tools]
         tools: Tools = {function["name"]: function.get("parameters") or {} for function in functions}
         reader = HarmonyReader(tools) if self._form is HARMONY else ToolReader(self._form, tools)
@@ -281,9 +300,7 @@ class Episodes:
                 {**call, "id": _ID.format(turn, number)} for number, call in enumerate(found.calls)
             ]
         is_bare = self._form.is_bare and not found.calls and found.content.lstrip().startswith(("{", "["))
-        one.num_calls += len(found.calls)
-        one.num_unread += found.content.count(self._form.begin) + is_bare
-        return message
+        return message, found.content.count(self._form.begin) + is_bare
 
     def _go_on(self, one: _Playing, step: Step) -> None:
         """Adds what an environment has given for the last turn: the reward, and the observation if it goes on."""
@@ -310,7 +327,7 @@ class Episodes:
     def _observe(self, one: _Playing, messages: Sequence[Message]) -> list[int]:
         """Returns the ids that the template adds behind the symbol that closes the model's turn."""
         name, variables = self._renderer.template.name, one.asked.prompt.variables
-        before = self._renderer.write_whole(one.messages, one.tools or None, variables=variables)
+        before = one.written
         after = self._renderer.write_prompt([*one.messages, *messages], one.tools or None, variables=variables)
         end, symbol = max((before.rfind(symbol) + len(symbol), symbol) for symbol in self._ends)
         if before[end:].strip() or not after.startswith(before[:end]):

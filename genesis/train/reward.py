@@ -86,7 +86,7 @@ class Rewards:
         found = find_reward_models(options, {}) if models is None else models
         self._models = {name: ModelReward(name, one, chat or ChatOptions(), device) for name, one in found.items()}
         if self._functions:
-            self._worker = PipedWorker(_MODULE, has_group=True)
+            self._worker = PipedWorker(_MODULE, has_group=True, has_fixed_hashes=True)
             self._end = weakref.finalize(self, self._worker.end)
             fault = self._exchange(
                 (sys.path, self._functions), _IMPORT_SECONDS, " or ".join(self._functions), "to load"

@@ -2,8 +2,9 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
@@ -20,7 +21,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives import OnPolicyDistillation
 from genesis.objectives.objective import TOKENS, ObjectiveSums
 from genesis.objectives.on_policy import HIDDEN, TEACHER_LOG_PROB
-from genesis.objectives.policy_gradient import ANSWERS, OLD_TOKEN_LOG_PROB, TEMPERATURE
+from genesis.objectives.policy_gradient import ANSWERS, COUNT_OF, NUM_ASKED, OLD_TOKEN_LOG_PROB, TEMPERATURE
 from genesis.objectives.reverse_kl import sum_reverse_kl
 from genesis.objectives.teacher import Teacher
 from genesis.objectives.teacher_server import TeacherServer
@@ -109,6 +110,17 @@ def test_loss_and_gradients_equal_a_slow_reference_in_any_micro_batches(divergen
         assert measured["loss"] == measured["reverse_kl"] == pytest.approx(expected.item(), abs=1e-5)
         assert measured["answer_tokens"] == sum(LENGTHS) / len(LENGTHS)
         assert measured["finished"] == 0.75
+
+
+@pytest.mark.parametrize("rewards", [None, "grpo"])
+def test_episodes_and_replaced_prompts_are_counted_with_rewards_and_without(rewards: Any) -> None:
+    hidden, weight, micro_batch, _ = make_case()
+    counts = {f"{COUNT_OF}turns": torch.tensor([1.0, 2.0, 2.0, 3.0]), NUM_ASKED: torch.tensor([1.0, 1.0, 3.0, 1.0])}
+    micro_batch = replace(micro_batch, extra={**micro_batch.extra, **counts})
+    objective = build(rewards=rewards)
+    _, sums = run_in(objective, hidden, weight, micro_batch, 1, 3)
+    measured = objective.measure(sums)
+    assert (measured["turns"], measured["asked"]) == (2.0, 1.5)
 
 
 @pytest.mark.slow
@@ -204,6 +216,9 @@ def test_a_teacher_with_fewer_rows_than_the_student_is_refused() -> None:
 # ---- a server
 
 
+DRIPPING, DRIP_BYTES = 201, 8
+
+
 @contextmanager
 def serving(answer: Any) -> Iterator[str]:
     """Yields the address of a server that gives an answer, or what a function makes of the request."""
@@ -211,12 +226,17 @@ def serving(answer: Any) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked["key"] = self.headers["Authorization"]
             status, content = answer(asked) if callable(answer) else answer
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):
+                self.send_response(status)
+                self.send_header("Location", "/v1/other")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                for start in range(0, len(body), DRIP_BYTES) if status == DRIPPING else (0,):
+                    self.wfile.write(body[start : start + DRIP_BYTES] if status == DRIPPING else body)
+                    time.sleep(0.05 * (status == DRIPPING))
 
         def log_message(self, *arguments: Any) -> None:
             """Prints nothing."""
@@ -236,6 +256,17 @@ def score_all(asked: dict[str, Any]) -> tuple[int, Any]:
     ids = asked["prompt"]
     found = {"tokens": [str(one) for one in ids], "token_logprobs": [None, *(-one / 100 for one in ids[1:])]}
     return 200, {"choices": [{"index": 0, "text": "", "logprobs": found}]}
+
+
+def score_by(number: Any) -> Any:
+    """Gives all tokens a log-probability."""
+
+    def answer(asked: dict[str, Any]) -> tuple[int, Any]:
+        _, content = score_all(asked)
+        content["choices"][0]["logprobs"]["token_logprobs"][1:] = [number] * (len(asked["prompt"]) - 1)
+        return 200, content
+
+    return answer
 
 
 def score_one(url: str) -> list[Tensor]:
@@ -265,6 +296,10 @@ def test_each_label_gets_the_log_probability_of_its_token() -> None:
             ),
             "gave no log-probability for each token",
         ),
+        *((score_by(number), "gave no log-probability") for number in ("-0.5", True, 12.5, -1e300, None)),
+        ((200, b" " * (1 << 19)), r"answers with more than \d+,\d+ bytes; start"),
+        ((307, {}), r"answered with status 307 .*: correct model\.objective"),
+        ((401, {}), r"answered with status 401 .*its key is in GENESIS_TEACHER_KEY"),
         ((404, {"error": "no such model"}), r"the teacher teacher at .* answered with status 404 \(.*no such model"),
     ],
 )
@@ -282,10 +317,31 @@ def test_a_server_that_is_slow_or_gone_is_one_line(monkeypatch: pytest.MonkeyPat
         with pytest.raises(RunEndedError, match=r"took longer than model\.objective\.request_seconds 0\.2; start"):
             server.score([micro_batch], lambda values: values)
         release.set()
+    with serving((DRIPPING, b" " * 400)) as url, pytest.raises(RunEndedError, match=r"request_seconds 0\.2; start"):
+        TeacherServer(url, "teacher", 0.2, 1).score([make_case()[2]], lambda values: values)
     with pytest.raises(RunEndedError, match=r"cannot be asked .*start the server again"):
         score_one(url)
     with pytest.raises(RunEndedError, match="another rank got no log-probabilities"), serving(score_all) as url:
         TeacherServer(url, "teacher", 5.0, 1).score([make_case()[2]], lambda values: [1.0])
+
+
+def test_the_key_goes_to_the_server_and_nothing_to_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("GENESIS_TEACHER_KEY", "a-key")
+    keys, noted = [], []
+
+    def answer(asked: dict[str, Any]) -> tuple[int, Any]:
+        keys.append(asked["key"])
+        return score_all(asked)
+
+    with serving(answer) as url:
+        server = TeacherServer(url, "teacher", 5.0, 2)
+        server.note = lambda: noted.append(1)
+        server.score([make_case()[2]], lambda values: values)
+    assert keys == ["Bearer a-key"] * len(LENGTHS)
+    assert len(noted) == len(LENGTHS)
 
 
 def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

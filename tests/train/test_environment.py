@@ -76,6 +76,21 @@ def test_environments_keep_their_episodes_and_give_plain_data(tmp_path: Path) ->
     assert last == other == ([{"role": "user", "content": "2 7"}], 1.0, True)
 
 
+def test_sets_have_the_same_order_after_a_restart_and_each_result_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def reset(self, record, seed): return ' '.join({*'abcdefgh'})\n"
+    )
+    noted: list[int] = []
+    found = []
+    for _ in range(2):
+        environments = Environments(
+            f"{tmp_path / 'game.py'}:Game", 1, 30.0, is_allowed=True, note=lambda: noted.append(1)
+        )
+        found.append(begin(environments))
+    assert found[0] == found[1]
+    assert len(noted) == 2 * 3  # the call that forgets earlier episodes, and two beginnings
+
+
 RESET = "    def reset(self, record, seed): return 'Begin.'\n"
 WRONG = {
     "    def reset(self, record, seed): return 1 / 0": r"failed at the start: ZeroDivisionError: .*; correct it$",
@@ -169,6 +184,22 @@ def test_a_call_that_cannot_be_read_goes_to_the_environment_and_is_counted(tmp_p
     answer = play(write_adder(tmp_path), ["<tool_call>\n{add 2 3}\n</tool_call><|im_end|>", CALL, "6<|im_end|>"])
     assert answer.episode is not None
     assert (answer.episode.rewards, answer.episode.counts) == ([-0.5, 0.25, 0.0], (3, 1, 1))
+
+
+def test_a_turn_that_the_template_refuses_ends_no_run(tmp_path: Path) -> None:
+    check = "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 or 'never' in m.content %}"
+    check += "{{ raise_exception('no such turn') }}{% endif %}"
+    data = write_adder(tmp_path, TEMPLATE.replace("{% for m in messages %}", check))
+    two = CALL.replace("<|im_end|>", "\n" + CALL)
+    answer = play(data, [two, CALL, "5<|im_end|>"])
+    assert answer.episode is not None
+    assert (answer.episode.ending, answer.episode.counts) == ("done", (3, 1, 2))
+    assert answer.episode.rewards == [-0.5, 0.25, 1.0]  # the environment got the first turn as a text
+    assert answer.episode.messages[1] == {"role": "assistant", "content": two.removesuffix("<|im_end|>")}
+    refused = play(data, [CALL, "never<|im_end|>"])
+    assert refused.episode is not None
+    assert (refused.episode.ending, refused.is_finished, refused.episode.rewards) == ("refused", False, [0.25])
+    assert (refused.episode.counts, refused.is_own[-1]) == ((2, 1, 0), True)
 
 
 def test_an_episode_ends_at_its_limits(tmp_path: Path) -> None:

@@ -289,13 +289,21 @@ def test_overlong_answers_lose_reward_within_the_buffer_alone() -> None:
             {"rewards": (RewardOptions("a:b"), RewardOptions("overlong", buffer_tokens=9)), "max_new_tokens": 8},
             "buffer_tokens of reward overlong is 9, more than data.prompts.max_new_tokens 8",
         ),
+        (
+            {
+                "rewards": (RewardOptions("environment"), RewardOptions("overlong", buffer_tokens=25)),
+                **{"environment": "a:B", "max_new_tokens": 8, "max_turns": 3},
+            },
+            "is 25, more than data.prompts.max_turns times data.prompts.max_new_tokens 24; lower it",
+        ),
         ({"reward": "a:b", "reward_seconds": 0.0}, "reward_seconds is 0.0; it must be above 0 and at most 1,000,000"),
         ({"reward": "a:b", "max_resamples": -1}, "max_resamples is -1; it must be at least 0"),
     ],
 )
 def test_rewards_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        PromptOptions((SourceOptions("questions", ("questions.jsonl",)),), "tokenizer", **changes)
+        given = PromptOptions((SourceOptions("questions", ("questions.jsonl",)),), "tokenizer", **changes)
+        given.check_rewards(are_learned=True)
 
 
 @pytest.mark.parametrize(

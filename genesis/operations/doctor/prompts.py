@@ -96,16 +96,17 @@ def check_answers(groups: Sequence[Group], longest: int | None) -> Check:
         longest: `data.prompts.max_new_tokens`.
     """
     is_finished = np.concatenate([group.is_finished for group in groups])
-    lengths = [len(answer) for group in groups for answer in group.answers]
+    lengths = [int(group.is_own(number).sum()) for group in groups for number in range(len(group.answers))]
     share = float(is_finished.mean())
     found = (
         f"{int(is_finished.sum())} of {numbered(len(lengths), 'answers')} ended by themselves; they have "
         f"{np.mean(lengths):.1f} tokens on average, at most {max(lengths)}"
     )
     limit = "the rest of data.seq_len" if longest is None else str(longest)
+    more = " data.prompts.max_turns or data.seq_len, if episodes end there;" if groups[0].episodes is not None else ""
     remedy = (
-        f"raise data.prompts.max_new_tokens, which is {limit}; look at the check `template`; or train on conversations "
-        "first, so that the model ends its answers"
+        f"raise data.prompts.max_new_tokens, which is {limit};{more} look at the check `template`; or train on "
+        "conversations first, so that the model ends its answers"
     )
     if share == 0.0:
         return Check("answers", "failed", found, f"all answers are cut: {remedy}")

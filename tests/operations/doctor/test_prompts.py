@@ -1,5 +1,6 @@
 """The doctor on a recipe whose model answers prompts: constant rewards, cut answers, templates without a stop."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from genesis.cli.doctor_recipe import build_recipe
-from genesis.data.prompt_data import Group, PromptData
+from genesis.data.prompt_data import EpisodesOfGroup, Group, PromptData
 from genesis.operations.doctor.checks import Check
 from genesis.operations.doctor.prompts import check_answers, check_rewards, check_template
 from genesis.operations.doctor.protocol import examine
@@ -56,6 +57,15 @@ def test_answers_that_are_all_cut_fail(finished: int, status: str) -> None:
     assert check.status == status
     assert f"{finished} of 4 answers ended by themselves; they have 3.0 tokens on average" in check.found
     assert ("raise data.prompts.max_new_tokens, which is 3" in check.remedy) == (status != "passed")
+
+
+def test_observations_are_no_tokens_of_answers() -> None:
+    one = group([[0.0]] * 2, [False, False])
+    is_own = tuple(np.array([True, *[False] * (len(answer) - 1)]) for answer in one.answers)
+    episodes = EpisodesOfGroup(np.zeros(1, np.int32), is_own, np.ones((2, 3), np.int64))
+    check = check_answers([replace(one, episodes=episodes)], 3)
+    assert "they have 1.0 tokens on average, at most 1" in check.found
+    assert "data.prompts.max_turns or data.seq_len" in check.remedy
 
 
 @pytest.mark.parametrize(
