@@ -70,7 +70,11 @@ class TeacherServer:
             raise UserError(f"model.objective.num_requests is {num_requests}; it must be at least 1")
         self.model = model
         self.note: Callable[[], None] = lambda: None
-        self._url, self._seconds, self._num_requests = f"{url.rstrip('/')}/completions", seconds, num_requests
+        self._url, self._seconds, self._num_requests = (
+            f"{url.rstrip('/').removesuffix('/v1')}/v1/completions",
+            seconds,
+            num_requests,
+        )
 
     def check(self, tokenizer: Path, seq_len: int) -> None:
         """Refuses a server that gives no log-probabilities, or has other tokens than the student's tokenizer.
@@ -89,7 +93,8 @@ class TeacherServer:
         ((names, _),) = self._ask_all([ids])
         for token, name in zip(ids, names, strict=True):
             content = b"" if own.is_control(token) else own.decode_bytes([token]).strip()
-            if content.isalnum() and content.isascii() and name.strip() != content.decode():
+            as_bytes = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)  # how servers spell a piece of one byte
+            if content.isalnum() and content.isascii() and name.strip() not in (content.decode(), as_bytes):
                 raise UserError(
                     f"the teacher {self.model} at {self._url} has {name!r} for the id {token}, and the student's "
                     f"tokenizer {content.decode()!r}: give a teacher with the student's tokenizer"

@@ -70,7 +70,7 @@ class Host:
         reward = check_number(value)
         if isinstance(reward, Fault):
             return Fault(f"{reward.what} as its reward", reward.rest)
-        if not isinstance(is_done, bool):
+        if not isinstance(is_done, bool) and str(getattr(is_done, "dtype", None)) != "bool":  # numpy's and torch's
             return Fault(f"gave {spell_value(is_done)!r} for whether the episode is done", "; return True or False")
         messages = _read_messages(observation)
         if isinstance(messages, Fault):

@@ -26,8 +26,9 @@ from typing import Any, Final
 
 import aiohttp
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.base.errors import RunEndedError, numbered, printable
+from genesis.base.errors import RunEndedError, UserError, numbered, printable
 from genesis.data.rollout_options import KEY_VARIABLE, RolloutOptions
 from genesis.generate.batch import Request
 from genesis.train.answer_journal import Completion
@@ -80,9 +81,12 @@ class OpenAIClient:
     ) -> None:
         assert options.url is not None, "a server's options"
         self._options, self._directory = options, directory
-        self._url, self._vocab_size, self._stop_ids = options.url.rstrip("/"), vocab_size, stop_ids
+        self._url, self._vocab_size, self._stop_ids = options.url.rstrip("/").removesuffix("/v1"), vocab_size, stop_ids
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise UserError(f"{KEY_VARIABLE} has a character that no key has, such as a line break: correct it")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._loaded: set[str] = set()
+        self._is_warned = False
         self._turn = asyncio.Lock()
         self._places = asyncio.Semaphore(options.num_concurrent)
         # When a request had an answer for the last time, and when the server had any reason to be taken for well.
@@ -200,15 +204,21 @@ class OpenAIClient:
                 problem = f"cannot be reached ({type(error).__name__})"
             else:
                 if status == 200:
+                    self._is_warned = False
                     self._answered_seconds = self._alive_seconds = time.monotonic()
                     return self._parse(content, path)
                 is_full = status in _FULL or (status == 503 and wanted_seconds > 0)
                 problem = f"answers {path} with status {status}: {_find_message(content)}"
                 if (status < 500 and not is_full and status != _TIMED_OUT) or is_final:
                     kind = _LoadedError if "already been loaded" in problem else _RefusedError
-                    remedy = f" (its key is in {KEY_VARIABLE})" if status in (401, 403) else ""
+                    known = f"its key is in {KEY_VARIABLE}" if self._headers else f"{KEY_VARIABLE} is not set"
+                    remedy = f" ({known})" if status in (401, 403) else ""
                     raise kind(f"the server {self._url} {problem}{remedy}; correct it: {_RESUMES}", status)
             self._check_patience(begin, problem, is_full=is_full)
+            if not (is_full or self._is_warned):
+                self._is_warned = True
+                seconds = self._options.retry_seconds
+                rank_zero_info(f"the server {self._url} {problem}; it is asked again for {seconds:g} s")
             await asyncio.sleep(max(pause, wanted_seconds))
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 

@@ -256,7 +256,7 @@ def test_what_is_no_answer_ends_the_run_in_one_line(content: Any, message: str) 
         (
             401,
             b'{"error": {"message": "the token is missing"}}',
-            "status 401: the token is missing (its key is in GENE",
+            "status 401: the token is missing (GENESIS_ROLLOUTS_KEY is not set)",
         ),
         (400, b'{"message": "no return_token_ids"}', "status 400: no return_token_ids; correct it"),
         (404, b'{"error": {"message": "no such model"}}', "status 404: no such model"),

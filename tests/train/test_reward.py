@@ -301,9 +301,12 @@ def test_overlong_answers_lose_reward_within_the_buffer_alone() -> None:
     ],
 )
 def test_rewards_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    def check() -> None:
         given = PromptOptions((SourceOptions("questions", ("questions.jsonl",)),), "tokenizer", **changes)
         given.check_rewards(are_learned=True)
+
+    with pytest.raises(UserError, match=message):
+        check()
 
 
 @pytest.mark.parametrize(
