@@ -415,7 +415,7 @@ class GenesisCLI(LightningCLI):
             directory=RunDirectory(run_dir).reference,
             find_teacher=find_teacher,
             load_teacher=load_teacher,
-            note=partial(note_progress, self.trainer),
+            note=lambda: note_progress(self.trainer),  # which is built when it is called
         )
         prepared: Prepared = self.model.objective.prepare_fit(context)
         if prepared.options:

@@ -34,9 +34,6 @@ from genesis.model.language_model import BodyShape, LanguageModel, project
 from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup, Statistics
 from genesis_callbacks.base.json_text import MAX_LIST, find_longest_list
 
-# A warning quotes what a configuration has, once for each time that it is read; the proofs find what counts.
-logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers'
-
 T = TypeVar("T")
 
 _ROWS: Final = "set model.decoder.body.init_args.documents to rows, which gives each document a padded row of its own"
