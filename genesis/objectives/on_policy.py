@@ -162,10 +162,10 @@ class OnPolicyDistillation(GRPO):
         if not fit.is_training:
             return Prepared()
         if self._server is not None:
-            self._server.note = fit.note
             if fit.data.kind == "prompts":
                 assert fit.tokenizer is not None, "prompts have a tokenizer"
                 self._server.check(fit.tokenizer, fit.data.options.seq_len)
+            self._server.note = fit.note  # not for the check, which comes before the Trainer
             return Prepared({TEACHER: f"{self._server.model} at a server"})
         assert self.teacher is not None, "the objective has a teacher or a server"
         found = find_fitting(fit, self.teacher)
