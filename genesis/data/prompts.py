@@ -326,6 +326,30 @@ def _is_held_out(prompt: Prompt, share: float) -> bool:
     return int.from_bytes(blake3(b"held out" + _serialise(prompt)).digest(8), "big") < share * 2**64
 
 
+def check_code(option: str, name: str, remedy: str, *, is_allowed: bool) -> None:
+    """Refuses code of a user that cannot be found by its name, or that the command line does not allow.
+
+    Args:
+        option: The option that names it.
+        name: `module:name` or `file.py:name`.
+        remedy: What to give instead of a wrong name.
+        is_allowed: Whether the command line allows it.
+
+    Raises:
+        UserError: The name is invalid, the code is not allowed, or its file does not exist.
+    """
+    place, _, own = name.rpartition(":")
+    if not place or not own.isidentifier():
+        raise UserError(f"{option} is {name!r}; {remedy}")
+    if not is_allowed:
+        raise UserError(
+            f"{option} is {name!r}, Python code that runs with your rights, and a recipe may come from anyone: read "
+            "the code, then allow it by --allow_reward_code true"
+        )
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UserError(f"no such file: {place} (relative to {Path.cwd()})")
+
+
 def find_reward_file(reward: str) -> Path | None:
     """Returns the source file of the function `module:function` or `file.py:function`, of which nothing is run."""
     place = reward.rpartition(":")[0]

@@ -9,7 +9,6 @@ followed, a request has a limit of time and its response one of bytes, and a log
 
 import asyncio
 import http
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from genesis.base.errors import RunEndedError, UserError, printable
+from genesis.base.model_server import explain_refusal, find_root, is_log_prob, read_key, receive, show
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.objectives.policy_gradient import TEMPERATURE
 from genesis.tokenizer.open import open_tokenizer
@@ -28,17 +28,9 @@ from genesis_callbacks.base.json_text import load_json
 
 KEY_VARIABLE: Final = "GENESIS_TEACHER_KEY"
 """The environment variable with the server's key, which no recipe can name."""
-_PLAIN_BYTES: Final = 1 << 16
-_TOKEN_BYTES: Final = 1 << 11
-"""Bytes of a response, and more of them for each token of the request."""
-_CHUNK_BYTES: Final = 1 << 16
-_LEAST_LOG_PROB: Final = -1e4
-_MAX_LOG_PROB: Final = 1e-3
-"""Above 0 by the rounding of a server."""
 _PROBED_IDS: Final = 256
 _WAITS_SECONDS: Final = (1.0, 4.0, 16.0)
 """Before each further try, where the server is not there or has too much to do."""
-_MAX_SHOWN: Final = 200
 _REMEDY: Final = "start the server again, then the run with --ckpt_path latest"
 
 
@@ -70,11 +62,7 @@ class TeacherServer:
             raise UserError(f"model.objective.num_requests is {num_requests}; it must be at least 1")
         self.model = model
         self.note: Callable[[], None] = lambda: None
-        self._url, self._seconds, self._num_requests = (
-            f"{url.rstrip('/').removesuffix('/v1')}/v1/completions",
-            seconds,
-            num_requests,
-        )
+        self._url, self._seconds, self._num_requests = f"{find_root(url)}/v1/completions", seconds, num_requests
 
     def check(self, tokenizer: Path, seq_len: int) -> None:
         """Refuses a server that gives no log-probabilities, or has other tokens than the student's tokenizer.
@@ -151,8 +139,7 @@ class TeacherServer:
         return asyncio.run(self._gather(prompts))
 
     async def _gather(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[str], list[float]]]:
-        key, places = os.environ.get(KEY_VARIABLE, "").strip(), asyncio.Semaphore(self._num_requests)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        places = asyncio.Semaphore(self._num_requests)
 
         async def ask(ids: Sequence[int]) -> tuple[list[str], list[float]]:
             async with places:
@@ -161,7 +148,7 @@ class TeacherServer:
             return found
 
         limit = aiohttp.ClientTimeout(total=self._seconds)
-        async with aiohttp.ClientSession(headers=headers, timeout=limit) as session:
+        async with aiohttp.ClientSession(headers=read_key(KEY_VARIABLE), timeout=limit) as session:
             tasks = [asyncio.ensure_future(ask(ids)) for ids in prompts]
             try:
                 return await asyncio.gather(*tasks)
@@ -172,26 +159,27 @@ class TeacherServer:
 
     async def _ask(self, session: aiohttp.ClientSession, ids: Sequence[int]) -> tuple[list[str], list[float]]:
         asked = {"model": self.model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 0}
-        body = await self._post(session, asked, _PLAIN_BYTES + len(ids) * _TOKEN_BYTES)
+        body = await self._post(session, asked, len(ids))
         try:
             (choice,) = load_json(body)["choices"]
             names, log_probs = (choice["logprobs"][name][: len(ids)] for name in ("tokens", "token_logprobs"))
             numbers = [0.0, *log_probs[1:]]
-            is_good = len(names) == len(numbers) == len(ids) and all(map(_is_log_prob, numbers))
+            is_good = len(names) == len(numbers) == len(ids) and all(map(is_log_prob, numbers))
         except (ValueError, TypeError, KeyError, RecursionError):
             is_good = False
         if not is_good:
             raise RunEndedError(
-                f"the teacher at {self._url} gave no log-probability for each token of a prompt ({_show(body)}): it "
+                f"the teacher at {self._url} gave no log-probability for each token of a prompt ({show(body)!r}): it "
                 f"must support echo and logprobs of completions; {_REMEDY}"
             )
         return [str(name) for name in names], numbers
 
-    async def _post(self, session: aiohttp.ClientSession, content: dict[str, Any], max_bytes: int) -> bytes:
+    async def _post(self, session: aiohttp.ClientSession, content: dict[str, Any], num_tokens: int) -> bytes:
+        name = f"the teacher at {self._url}"
         for wait_seconds in (*_WAITS_SECONDS, None):
             try:
                 async with session.post(self._url, json=content, allow_redirects=False) as response:
-                    body, status = await self._receive(response, max_bytes), response.status
+                    body, status = await receive(response, num_tokens, name, _REMEDY), response.status
             except TimeoutError:
                 reason = f"took longer than model.objective.request_seconds {self._seconds:g}"
                 break
@@ -200,30 +188,13 @@ class TeacherServer:
             else:
                 if status == http.HTTPStatus.OK:
                     return body
-                reason = f"answered with status {status} ({_show(body)})"
+                reason = f"answered with status {status} ({show(body)!r})"
                 if status != http.HTTPStatus.TOO_MANY_REQUESTS and status < http.HTTPStatus.INTERNAL_SERVER_ERROR:
-                    is_refused = status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
-                    remedy = f"; its key is in {KEY_VARIABLE}" if is_refused else ""
+                    known = explain_refusal(status, dict(session.headers), KEY_VARIABLE)
                     raise UserError(
-                        f"the teacher {self.model} at {self._url} {reason}: correct model.objective, or the "
-                        f"server{remedy}"
+                        f"the teacher {self.model} at {self._url} {reason}{known}: correct model.objective, or "
+                        "the server"
                     )
             if wait_seconds is not None:
                 await asyncio.sleep(wait_seconds)
-        raise RunEndedError(f"the teacher at {self._url} {reason}; {_REMEDY}")
-
-    async def _receive(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        content = bytearray()
-        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            content += chunk
-            if len(content) > max_bytes:
-                raise RunEndedError(f"the teacher at {self._url} answers with more than {max_bytes:,} bytes; {_REMEDY}")
-        return bytes(content)
-
-
-def _is_log_prob(value: Any) -> bool:
-    return type(value) in (int, float) and _LEAST_LOG_PROB <= value <= _MAX_LOG_PROB
-
-
-def _show(body: bytes) -> str:
-    return repr(printable(" ".join(body.decode(errors="replace").split())[:_MAX_SHOWN]))
+        raise RunEndedError(f"{name} {reason}; {_REMEDY}")

@@ -26,11 +26,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from genesis.base.errors import UserError
 from genesis.base.processes import PipedWorker
+from genesis.data.prompts import check_code
 from genesis.train.environment_worker import Start, Step
 from genesis.train.reward_worker import Fault
 
@@ -79,16 +79,7 @@ class Environments:
         note: Callable[[], None] = lambda: None,
     ) -> None:
         self._name, self._seconds, self._note = name, seconds, note
-        place, _, class_name = name.rpartition(":")
-        if not place or not class_name.isidentifier():
-            raise UserError(f"data.prompts.environment is {name!r}; give module:Class or file.py:Class")
-        if not is_allowed:
-            raise UserError(
-                f"data.prompts.environment is {name!r}, Python code that runs with your rights, and a recipe may come "
-                "from anyone: read the code, then allow it by --allow_reward_code true"
-            )
-        if place.endswith(".py") and not Path(place).is_file():
-            raise UserError(f"no such file: {place} (relative to {Path.cwd()})")
+        check_code("data.prompts.environment", name, "give module:Class or file.py:Class", is_allowed=is_allowed)
         self._workers = [PipedWorker(_MODULE, has_group=True, has_fixed_hashes=True) for _ in range(num_processes)]
         self._end = weakref.finalize(self, _end_all, self._workers)
         for worker in self._workers:

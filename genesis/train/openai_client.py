@@ -28,18 +28,14 @@ import aiohttp
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.base.errors import RunEndedError, UserError, numbered, printable
+from genesis.base.errors import RunEndedError, numbered
+from genesis.base.model_server import explain_refusal, find_root, is_log_prob, receive, show
 from genesis.data.rollout_options import KEY_VARIABLE, RolloutOptions
 from genesis.generate.batch import Request
 from genesis.train.answer_journal import Completion
 from genesis.train.served_weights import Weights
 from genesis_callbacks.base.json_text import load_json
 
-_PLAIN_BYTES: Final = 1 << 16
-_TOKEN_BYTES: Final = 1 << 11
-"""Bytes of a response, and more of them for each token that was asked for."""
-_CHUNK_BYTES: Final = 1 << 16
-_MAX_SHOWN: Final = 200
 _FIRST_PAUSE_SECONDS: Final = 0.2
 _MAX_PAUSE_SECONDS: Final = 5.0
 _MAX_WAIT_SECONDS: Final = 60.0
@@ -50,10 +46,6 @@ _MAX_LOADS: Final = 3
 """How often a request may find that the server does not know the weights, which are then loaded again."""
 _SMALL_SEEDS: Final = 1 << 31
 """Seeds that llama.cpp and most servers take."""
-_MIN_LOG_PROB: Final = -1e4
-"""vLLM's stand-in for minus infinity is -9999."""
-_MAX_LOG_PROB: Final = 1e-3
-"""Above 0 by the rounding of a server."""
 _RESUMES: Final = "a resume goes on from the last checkpoint, and asks for no answer again that it has"
 
 
@@ -70,21 +62,24 @@ class OpenAIClient:
 
     Args:
         options: The server, and how it gets weights.
-        key: The server's key; None for none.
+        headers: Those with the server's key; none without one.
         directory: The directory of the weights, as the server sees it.
         vocab_size: The number of ids that an answer may have.
         stop_ids: The ids that end an answer.
     """
 
     def __init__(
-        self, options: RolloutOptions, key: str | None, directory: Path, vocab_size: int, stop_ids: frozenset[int]
+        self,
+        options: RolloutOptions,
+        headers: dict[str, str],
+        directory: Path,
+        vocab_size: int,
+        stop_ids: frozenset[int],
     ) -> None:
         assert options.url is not None, "a server's options"
         self._options, self._directory = options, directory
-        self._url, self._vocab_size, self._stop_ids = options.url.rstrip("/").removesuffix("/v1"), vocab_size, stop_ids
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise UserError(f"{KEY_VARIABLE} has a character that no key has, such as a line break: correct it")
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._url, self._vocab_size, self._stop_ids = find_root(options.url), vocab_size, stop_ids
+        self._headers = headers
         self._loaded: set[str] = set()
         self._is_warned = False
         self._turn = asyncio.Lock()
@@ -195,7 +190,7 @@ class OpenAIClient:
             is_full, wanted_seconds = False, 0.0
             try:
                 async with session.post(self._url + path, json=body, allow_redirects=False) as response:
-                    content = await self._receive(response, _PLAIN_BYTES + num_tokens * _TOKEN_BYTES)
+                    content = await receive(response, num_tokens, f"the server {self._url}", _RESUMES)
                     status, is_final = response.status, response.headers.get("X-Should-Retry") == "false"
                     wanted_seconds = _read_seconds(response.headers.get("Retry-After", ""))
             except TimeoutError:
@@ -211,9 +206,8 @@ class OpenAIClient:
                 problem = f"answers {path} with status {status}: {_find_message(content)}"
                 if (status < 500 and not is_full and status != _TIMED_OUT) or is_final:
                     kind = _LoadedError if "already been loaded" in problem else _RefusedError
-                    known = f"its key is in {KEY_VARIABLE}" if self._headers else f"{KEY_VARIABLE} is not set"
-                    remedy = f" ({known})" if status in (401, 403) else ""
-                    raise kind(f"the server {self._url} {problem}{remedy}; correct it: {_RESUMES}", status)
+                    known = explain_refusal(status, self._headers, KEY_VARIABLE)
+                    raise kind(f"the server {self._url} {problem}{known}; correct it: {_RESUMES}", status)
             self._check_patience(begin, problem, is_full=is_full)
             if not (is_full or self._is_warned):
                 self._is_warned = True
@@ -237,21 +231,13 @@ class OpenAIClient:
                 f"{_RESUMES}"
             )
 
-    async def _receive(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        content = bytearray()
-        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            content += chunk
-            if len(content) > max_bytes:
-                raise RunEndedError(f"the server {self._url} answers with more than {max_bytes:,} bytes; {_RESUMES}")
-        return bytes(content)
-
     def _parse(self, content: bytes, path: str) -> Any:
         if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):  # which vLLM answers with a sentence
             return None
         try:
             return load_json(content)
         except (ValueError, RecursionError):
-            raise self._garbage(f"answers {path} with what is not JSON: {_show(content)}") from None
+            raise self._garbage(f"answers {path} with what is not JSON: {show(content)}") from None
 
     def _garbage(self, problem: str) -> RunEndedError:
         return RunEndedError(f"the server {self._url} {problem}; correct it: {_RESUMES}")
@@ -269,10 +255,10 @@ class OpenAIClient:
         except (KeyError, TypeError, ValueError):
             raise self._garbage(
                 "gives no ids of tokens with log-probabilities; `genesis serve` gives them, vLLM since 0.10.2, and "
-                f"llama.cpp: {_show(json.dumps(content).encode())}"
+                f"llama.cpp: {show(json.dumps(content).encode())}"
             ) from None
         if name != weights.name and weights.digest is not None:
-            raise self._garbage(f"answers by the model {_show(name)}, and {weights.name} was asked")
+            raise self._garbage(f"answers by the model {show(name)}, and {weights.name} was asked")
         if not isinstance(ids, list) or not isinstance(log_probs, list) or len(ids) != len(log_probs):
             raise self._garbage("does not give one log-probability for each token")
         counted = _find_count(content)
@@ -285,17 +271,17 @@ class OpenAIClient:
             raise self._garbage(f"gives {numbered(len(ids), 'tokens')}, and 1 to {most:,} were asked for")
         wrong = [one for one in ids if type(one) is not int or not 0 <= one < self._vocab_size]
         if wrong:
-            raise self._garbage(f"gives the token {_show(wrong[0])}, and ids are from 0 to {self._vocab_size - 1}")
-        odd = [one for one in log_probs if not _is_log_prob(one)]
+            raise self._garbage(f"gives the token {show(wrong[0])}, and ids are from 0 to {self._vocab_size - 1}")
+        odd = [one for one in log_probs if not is_log_prob(one)]
         if odd:
             raise self._garbage(
-                f"gives the log-probability {_show(odd[0])}: its weights have diverged, or it is no model"
+                f"gives the log-probability {show(odd[0])}: its weights have diverged, or it is no model"
             )
         is_stop = [one in self._stop_ids for one in ids]
         if any(is_stop[:-1]) or (reason == "stop") != is_stop[-1] or (reason == "length" and len(ids) < most):
             stops = ", ".join(map(str, sorted(self._stop_ids)))
             raise self._garbage(
-                f"ends an answer by {_show(reason)} at the token {ids[-1]}, and the tokens that end one are {stops}: "
+                f"ends an answer by {show(reason)} at the token {ids[-1]}, and the tokens that end one are {stops}: "
                 "start it with the tokenizer and the template of the run"
             )
         return Completion(np.array(ids, np.int32), np.array(log_probs, np.float32))
@@ -324,10 +310,6 @@ def _find_count(content: Any) -> int | None:
     return count if type(count) is int else None
 
 
-def _is_log_prob(value: Any) -> bool:
-    return type(value) in (int, float) and _MIN_LOG_PROB <= value <= _MAX_LOG_PROB
-
-
 def _read_seconds(header: str) -> float:
     """Returns the seconds in `Retry-After`, up to a limit; 0 for none, or for a date."""
     return min(float(header), _MAX_WAIT_SECONDS) if header.isdecimal() else 0.0
@@ -337,10 +319,5 @@ def _find_message(content: bytes) -> str:
     """Returns the reason in an error of OpenAI's form, or the beginning of another text."""
     with suppress(ValueError, RecursionError, KeyError, TypeError):
         found = load_json(content)
-        return _show(found["error"]["message"] if "error" in found else found["message"])
-    return _show(content)
-
-
-def _show(value: object) -> str:
-    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-    return printable(" ".join(text.split())[:_MAX_SHOWN])
+        return show(found["error"]["message"] if "error" in found else found["message"])
+    return show(content)

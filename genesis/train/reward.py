@@ -19,7 +19,6 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +29,16 @@ from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
-from genesis.data.prompts import ENVIRONMENT, EXACT_MATCH, MATH_ANSWER, OVERLONG, OWN_REWARDS, Prompt, RewardOptions
+from genesis.data.prompts import (
+    ENVIRONMENT,
+    EXACT_MATCH,
+    MATH_ANSWER,
+    OVERLONG,
+    OWN_REWARDS,
+    Prompt,
+    RewardOptions,
+    check_code,
+)
 from genesis.generate.load import find_texts, load_decoder, require_tokenizer
 from genesis.generate.teacher import TeacherReference, find_teacher
 from genesis.model.scores import score_text
@@ -73,16 +81,7 @@ class Rewards:
         self._options, self._seconds = tuple(options), seconds
         self._functions = [one.function for one in options if one.function not in OWN_REWARDS]
         for name in self._functions:
-            place, _, function = name.rpartition(":")
-            if not place or not function.isidentifier():
-                raise UserError(f"data.prompts.reward is {name!r}; {_REMEDY}")
-            if not is_allowed:
-                raise UserError(
-                    f"data.prompts.reward is {name!r}, Python code that runs with your rights, and a recipe may come "
-                    "from anyone: read the code, then allow it by --allow_reward_code true"
-                )
-            if place.endswith(".py") and not Path(place).is_file():
-                raise UserError(f"no such file: {place} (relative to {Path.cwd()})")
+            check_code("data.prompts.reward", name, _REMEDY, is_allowed=is_allowed)
         found = find_reward_models(options, {}) if models is None else models
         self._models = {name: ModelReward(name, one, chat or ChatOptions(), device) for name, one in found.items()}
         if self._functions:

@@ -18,7 +18,6 @@ References:
 """
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -31,6 +30,7 @@ from blake3 import blake3
 from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.base.errors import RunEndedError, UserError
+from genesis.base.model_server import read_key
 from genesis.base.run_directory import RunDirectory
 from genesis.data.prompt_data import PromptData
 from genesis.data.rollout_options import KEY_VARIABLE
@@ -60,7 +60,7 @@ class ServerRollouts:
         plan: Returns this rank's requests for the answers at positions of the data.
 
     Raises:
-        UserError: The run has no directory, or the server takes adapters alone.
+        UserError: The run has no directory, the server takes adapters alone, or its key is invalid.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class ServerRollouts:
         if not checkpoints:
             raise UserError("data.prompts.rollouts.by is openai, which needs the run's directory: set checkpoint")
         self._run, scope = RunDirectory(checkpoints[0].directory.parent), checkpoints[0].scope
+        self._headers = read_key(KEY_VARIABLE)
         module: Any = trainer.lightning_module
         self._adapter: AdapterConfig | None = module.adapter_config
         self._base = None if scope is None or scope.base is None else read_manifest(Path(scope.base))
@@ -244,9 +245,8 @@ class ServerRollouts:
 
     async def _ask(self, weights: Weights, requests: list[Request], take: Callable[[int, Completion], None]) -> None:
         if self._client is None:  # here, because it belongs to the loop
-            key = os.environ.get(KEY_VARIABLE) or None
             vocab_size, directory = self._count_ids(), Path(self._run.served_weights)
-            self._client = OpenAIClient(self._options, key, directory, vocab_size, self._data.stop_ids)
+            self._client = OpenAIClient(self._options, self._headers, directory, vocab_size, self._data.stop_ids)
         try:
             await self._client.ask(weights, requests, take)
         finally:

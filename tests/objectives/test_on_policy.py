@@ -299,7 +299,7 @@ def test_each_label_gets_the_log_probability_of_its_token() -> None:
         *((score_by(number), "gave no log-probability") for number in ("-0.5", True, 12.5, -1e300, None)),
         ((200, b" " * (1 << 19)), r"answers with more than \d+,\d+ bytes; start"),
         ((307, {}), r"answered with status 307 .*: correct model\.objective"),
-        ((401, {}), r"answered with status 401 .*its key is in GENESIS_TEACHER_KEY"),
+        ((401, {}), r"answered with status 401 .*GENESIS_TEACHER_KEY is not set"),
         ((404, {"error": "no such model"}), r"the teacher teacher at .* answered with status 404 \(.*no such model"),
     ],
 )

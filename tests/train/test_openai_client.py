@@ -69,20 +69,22 @@ def reply_with(content: Any) -> Reply:
 
 
 def ask(
-    reply: Reply, *, num: int = 1, key: str | None = None, weights: Weights = WEIGHTS, **options: Any
+    reply: Reply, *, num: int = 1, headers: dict[str, str] | None = None, weights: Weights = WEIGHTS, **options: Any
 ) -> tuple[list[Completion], list[tuple[str, dict[str, Any], str | None]]]:
     asked: list[Any] = []
     answers: dict[int, Completion] = {}
     limits = {"request_seconds": 20.0, "retry_seconds": 0.1} | options
     with serving(Handler, reply=staticmethod(reply), asked=asked) as url:
-        client = OpenAIClient(RolloutOptions("openai", url, **limits), key, Path("/weights"), 10, frozenset({STOP}))
+        client = OpenAIClient(
+            RolloutOptions("openai", url, **limits), headers or {}, Path("/weights"), 10, frozenset({STOP})
+        )
         requests = [Request((1, 3), 4, seed=index) for index in range(num)]
         asyncio.run(client.ask(weights, requests, answers.__setitem__))
     return [answers[index] for index in range(num)], asked
 
 
 def test_requests_have_ids_seeds_and_the_name_of_the_weights_which_are_loaded_once() -> None:
-    answers, asked = ask(reply_with(answer_with()), num=3, key="secret")
+    answers, asked = ask(reply_with(answer_with()), num=3, headers={"Authorization": "Bearer secret"})
     assert [answer.ids.tolist() for answer in answers] == [[5, 6, STOP]] * 3
     assert answers[0].log_probs is not None
     assert answers[0].log_probs.tolist() == [-0.5, -1.25, -0.125]
@@ -204,7 +206,7 @@ def test_the_places_are_those_of_all_calls_together() -> None:
 
     with serving(Handler, reply=staticmethod(reply), asked=[]) as url:
         options = RolloutOptions("openai", url, num_concurrent=2)
-        asyncio.run(ask_twice(OpenAIClient(options, None, Path("/weights"), 10, frozenset({STOP}))))
+        asyncio.run(ask_twice(OpenAIClient(options, {}, Path("/weights"), 10, frozenset({STOP}))))
     assert most == [2]
 
 
@@ -274,7 +276,7 @@ def test_a_refusal_ends_the_run_with_the_reason_of_the_server(status: int, conte
 
 def test_a_server_that_is_gone_or_hangs_ends_the_run_at_its_limit() -> None:
     options = RolloutOptions("openai", "http://127.0.0.1:9", retry_seconds=0.1)
-    client = OpenAIClient(options, None, Path("/weights"), 10, frozenset({STOP}))
+    client = OpenAIClient(options, {}, Path("/weights"), 10, frozenset({STOP}))
     with pytest.raises(
         RunEndedError, match=r"http://127.0.0.1:9 cannot be reached \(ClientConnectorError\), for 0.1 s"
     ):
